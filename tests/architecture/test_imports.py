@@ -52,7 +52,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}
     },
     # reads the signatures, to suggest the nearest option
-    "config/reading/unknown_keys.py": {
+    "config/reading/structure.py": {
         "zoptim": {
             *("Adafactor", "Adagrad", "AdamW", "LAMB", "Lion", "Muon", "SGD"),
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR"),

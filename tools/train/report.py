@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 
 from zengine.reporting import RecordedRun
-from zengine.reporting.chart import Line, line_chart, smoothed, stacked_chart
+from zengine.reporting.chart import Line, line_chart, moving_average, stacked_chart
 from zengine.reporting.curves import memory_charts, time_layers
 from zengine.reporting.document import bar, details, document, facts, section
 from zengine.reporting.document import tiles as as_tiles
@@ -63,7 +63,7 @@ def charts(data: ReportData) -> Iterable[str]:
     yield line_chart(
         "Throughput",
         "tokens per second, all ranks",
-        [Line("each step", speed, faint=True), Line("smoothed", smoothed(speed, span))],
+        [Line("each step", speed, faint=True), Line("smoothed", moving_average(speed, span))],
     )
     yield stacked_chart("Where a step's time goes", "ms, rank 0", time_layers(data.record))
     yield line_chart("Learning rate", "", [Line("learning rate", series("lr"))])
@@ -71,7 +71,7 @@ def charts(data: ReportData) -> Iterable[str]:
     yield line_chart(
         "Gradient norm",
         "before clipping",
-        [Line("each step", norm, faint=True), Line("smoothed", smoothed(norm, span))],
+        [Line("each step", norm, faint=True), Line("smoothed", moving_average(norm, span))],
     )
     yield from memory_charts(data.record)
 

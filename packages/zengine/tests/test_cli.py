@@ -85,7 +85,7 @@ def test_what_a_person_can_mend_is_told_without_a_traceback(
     def run(_: argparse.Namespace) -> int:
         raise CommandError("mend this")
 
-    monkeypatch.setattr("zengine.commands.check.run", run)
+    monkeypatch.setattr("zengine.commands.config.run_check", run)
     assert main(["check", "x.json"]) == 1
     assert capsys.readouterr() == ("", "mend this\n")
 

@@ -1,8 +1,8 @@
 """Command line: `zengine COMMAND ...` or `python -m zengine COMMAND ...`.
 
 All arguments are declared here, so that `--help`, `--version` and shell completion import neither torch nor the
-commands.  A new command is a module of `zengine.commands`, a function below that declares its arguments, and a row of
-`COMMANDS`.  Exit status: 0 success, 1 failure with the reason on standard error, 2 wrong usage.
+commands.  A new command is a function of `zengine.commands`, a function below that declares its arguments, and a row
+of `COMMANDS`.  Exit status: 0 success, 1 failure with the reason on standard error, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from zengine.config import ConfigError  # imports torch, which parsing does not need
 
     try:
-        status: int = importlib.import_module(COMMANDS[arguments.command].module).run(arguments)
+        command = COMMANDS[arguments.command]
+        status: int = getattr(importlib.import_module(command.module), command.function)(arguments)
         sys.stdout.flush()  # a closed pipe (`zengine explain ... | head`) raises here
         return status
     except BrokenPipeError:
@@ -105,7 +106,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", default="", metavar="MODULE:FACTORY", help="function from micro-batch size to the model's argument"
     )
-    parser.add_argument("--tokens", type=positive, default=0, metavar="T", help="or token ids of this length")
+    parser.add_argument("--tokens", type=positive, default=0, metavar="T", help="or sequence length of token ids")
     parser.add_argument("--inputs", default="", metavar="3x224x224", help="or samples of this shape")
     parser.add_argument("--measure", action="store_true", help="train a few steps in this process and compare")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -124,7 +125,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", default="", metavar="HOSTS", help="hosts and devices to leave out")
     parser.add_argument("--master-addr", default="", help="rendezvous host; default: the first host")
     parser.add_argument("--master-port", type=positive, default=29500, help="rendezvous port; default: 29500")
-    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process died; default: 0")
+    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process fails; default: 0")
     parser.add_argument("--module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("script", help="script to run")
@@ -157,9 +158,9 @@ def _add_convert_config(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument("--out", default="", metavar="FILE", help="file to write; default: standard output")
     parser.add_argument("--from", dest="release", default="", metavar="RELEASE", help='add "config_version": RELEASE')
-    parser.add_argument("--drop-refused", action="store_true", help="remove and report rejected keys")
+    parser.add_argument("--drop-rejected", "--drop-refused", action="store_true", help="remove rejected keys")
     parser.add_argument(
-        "--fill-auto", action="store_true", help='replace "auto" by values, for use without the Trainer'
+        "--fill-auto", action="store_true", help='replace "auto" by values, for runs without the Trainer'
     )
     _add_auto(parser)
 
@@ -176,14 +177,14 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 def _add_auto(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--auto", action="append", default=[], metavar="KEY=VALUE", help='value of a key that the file sets to "auto"'
+        "--auto", action="append", default=[], metavar="KEY=VALUE", help='value for a key that is "auto" in the file'
     )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="", metavar="MODULE:FACTORY", help="your model, made without memory")
+    parser.add_argument("--model", default="", metavar="MODULE:FACTORY", help="your model, built on the meta device")
     parser.add_argument(
-        "--params", type=float, default=0.0, metavar="NUMBER", help="or a transformer of so many parameters: 1.3e9"
+        "--params", type=float, default=0.0, metavar="NUMBER", help="or the size of an example transformer: 1.3e9"
     )
     parser.add_argument("--hidden", type=positive, default=0, metavar="H", help="width of the transformer")
     parser.add_argument("--layers", type=positive, default=0, metavar="L", help="layers of the transformer")
@@ -191,9 +192,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 @attrs.frozen
 class Command:
-    """One command: the module whose `run` executes it, its line in `--help`, and its arguments."""
+    """One command: the function that executes it, its line in `--help`, and its arguments."""
 
-    module: str
+    module: str  # imported when the command runs
+    function: str  # receives the parsed arguments and returns the exit status
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
@@ -203,26 +205,38 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "check": Command("zengine.commands.check", "Report every problem of a config, and its notices.", _add_check),
+    "check": Command(
+        "zengine.commands.config", "run_check", "Report every problem of a config, and its notices.", _add_check
+    ),
     "explain": Command(
-        "zengine.commands.explain",
+        "zengine.commands.plan",
+        "run_explain",
         "Explain a config at a world size: values with origins, memory, traffic, advice.",
         _add_explain,
     ),
     "plan": Command(
         "zengine.commands.plan",
+        "run_plan",
         "Estimate the peak of a rank, the largest micro-batch that fits and the best stage, without a GPU.",
         _add_plan,
     ),
-    "run": Command("zengine.commands.run", "Start a script on all devices of one or several hosts.", _add_run),
+    "run": Command("zengine.commands.run", "run", "Start a script on all devices of one or several hosts.", _add_run),
     "report": Command(
-        "zengine.commands.report", "Write the page of a run: curves, time, memory, config.", _add_report
+        "zengine.commands.report", "run", "Write the page of a run: curves, time, memory, config.", _add_report
     ),
     "env": Command(
-        "zengine.commands.env", "Print versions, kernels, memory, GPUs and known problems of this machine.", _add_env
+        "zengine.commands.env",
+        "run",
+        "Print versions, kernels, memory, GPUs and known problems of this machine.",
+        _add_env,
     ),
     "convert-config": Command(
-        "zengine.commands.convert_config", "Rewrite an old DeepSpeed config with current keys.", _add_convert_config
+        "zengine.commands.config",
+        "run_convert",
+        "Rewrite an old DeepSpeed config with current keys.",
+        _add_convert_config,
     ),
-    "schema": Command("zengine.commands.schema", "Print the JSON Schema of a config, for editors.", _add_nothing),
+    "schema": Command(
+        "zengine.commands.config", "run_schema", "Print the JSON Schema of a config, for editors.", _add_nothing
+    ),
 }

@@ -127,7 +127,7 @@ def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
         replicas=num_ranks // math.prod(axes.values()),
         device_type=_device_type(),
         axes=axes,
-        laid_out_by="the model",
+        axes_source="the model",
     )
     plan = resolve(settings, facts)
     check_pipeline(model, plan)
@@ -142,11 +142,11 @@ def make_engine(
         from zengine.build.assemble import assemble, make_features, make_pipeline
         from zengine.build.pipeline import fitted
         from zengine.build.trainable import dtypes_of
-        from zengine.config.plan.fit_model import follow_model
+        from zengine.config.plan.fit_model import adapt_to_model
         from zengine.deepspeed_engine import DeepSpeedEngine
         from zengine.engine.optimizer_calls import OptimizerCalls
         from zengine.engine.stages import is_staged
-    plan, notice = follow_model(fitted(model, plan), dtypes_of(model))
+    plan, notice = adapt_to_model(fitted(model, plan), dtypes_of(model))
     if notice and world.rank == 0:
         log.warning("%s", notice)
     parts = assemble(model, client, plan, world, groups)
@@ -183,7 +183,7 @@ def _facts(settings: Config, world: zcomm.World, ranks: LaidOut) -> Facts:
         ranks_per_host=world.launch.local_world_size,
         bf16_is_faster=bf16_is_faster(settings, world.device, ranks.world()),
         axes=ranks.axes,
-        laid_out_by=ranks.by,
+        axes_source=ranks.by,
     )
 
 

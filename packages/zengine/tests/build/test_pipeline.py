@@ -23,7 +23,7 @@ def module(**options: Any) -> PipelineModule:
 def plan_of(model: nn.Module, accumulation: int = 1, **others: Any) -> Plan:
     source = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, **others}
     ranks = others.get("pipeline", {}).get("stages", 1) if not stage_axes(model) else 1
-    facts = Facts(world_size=ranks, replicas=ranks, axes=stage_axes(model), laid_out_by="the model")
+    facts = Facts(world_size=ranks, replicas=ranks, axes=stage_axes(model), axes_source="the model")
     return resolve(load(source), facts)
 
 

@@ -48,10 +48,10 @@ def test_what_is_refused_is_said_and_dropped_when_asked_for(capsys: pytest.Captu
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "refused.json:1:78  sparse_attention" in captured.err
-    assert main(["convert-config", "refused.json", "--drop-refused"]) == 0
+    assert main(["convert-config", "refused.json", "--drop-rejected"]) == 0
     captured = capsys.readouterr()
     assert "sparse_attention" not in captured.out
-    assert "sparse_attention is dropped: it is refused here" in captured.err
+    assert "sparse_attention is dropped: it is rejected here" in captured.err
 
 
 def test_open_values_stay_open_unless_they_are_to_be_filled_in(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             [
                 "train_batch_size 512 (auto) = micro 8 (auto) x accumulation 1 (auto) x replicas 64 (derived)",
                 "auto: default of --learning_rate",
-                '"auto" became what the arguments of the Trainer are by default',
+                '"auto" is replaced by the defaults of the Trainer\'s arguments',
                 "train_micro_batch_size_per_gpu = 8 (--per_device_train_batch_size)",
             ],
         ),

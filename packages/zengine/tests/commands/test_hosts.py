@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from zengine.commands.hosts import Host, parse, select
+from zengine.commands.run import Host, parse_hosts, select_hosts
 
 TEXT = "a slots=4\n\nb slots=2  # fast\n"
 
 
 def test_a_file_lists_hosts_and_devices() -> None:
-    assert parse(TEXT) == [Host("a", (0, 1, 2, 3), 4), Host("b", (0, 1), 2)]
+    assert parse_hosts(TEXT) == [Host("a", (0, 1, 2, 3), 4), Host("b", (0, 1), 2)]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_file_lists_hosts_and_devices() -> None:
     ],
 )
 def test_filters_leave(include: str, exclude: str, left: list[tuple[str, tuple[int, ...]]]) -> None:
-    found = select(parse(TEXT), include=include, exclude=exclude)
+    found = select_hosts(parse_hosts(TEXT), include=include, exclude=exclude)
     assert [(host.name, host.devices) for host in found] == left
     assert [host.uses_all for host in found] == [len(host.devices) == host.slots for host in found]
 
@@ -40,7 +40,7 @@ def test_filters_leave(include: str, exclude: str, left: list[tuple[str, tuple[i
 )
 def test_a_file_that_cannot_be_read_names_the_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse(text)
+        parse_hosts(text)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_a_file_that_cannot_be_read_names_the_line(text: str, message: str) -> N
 )
 def test_a_filter_that_fits_nothing_is_an_error(filters: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        select(parse(TEXT), **filters)
+        select_hosts(parse_hosts(TEXT), **filters)

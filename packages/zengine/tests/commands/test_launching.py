@@ -7,8 +7,7 @@ import sys
 import attrs
 import pytest
 
-from zengine.commands.hosts import Host
-from zengine.commands.launching import Launch, default_nproc, slurm_line, torchrun_line
+from zengine.commands.run import Host, Launch, default_nproc, slurm_line, torchrun_line
 
 LAUNCH = Launch(nproc=2, port=29500, max_restarts=0, binds_cores=False, script=("train.py", "--lr", "1"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import zcomm
-from zengine.config.plan.profiling import CommsPlan
+from zengine.config.plan.telemetry import CommsPlan
 from zengine.features import comms_summary
 from zengine.features.comms_summary import CommsSummary
 

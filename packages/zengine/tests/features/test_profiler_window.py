@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from zengine.config.plan.profiling import WindowPlan
+from zengine.config.plan.telemetry import WindowPlan
 from zengine.features import profiler_window
 from zengine.features.profiler_window import ProfilerWindow, memory_timeline
 

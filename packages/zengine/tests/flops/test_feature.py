@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zengine
-from zengine.config.plan.profiling import FlopsPlan
+from zengine.config.plan.telemetry import FlopsPlan
 from zengine.flops.feature import FlopsProfiling
 
 

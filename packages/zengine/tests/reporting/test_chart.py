@@ -8,7 +8,17 @@ import re
 
 import pytest
 
-from zengine.reporting.chart import BASE, Line, embedded, label, line_chart, smoothed, stacked_chart, thinned, ticks
+from zengine.reporting.chart import (
+    BASE,
+    Line,
+    embedded,
+    label,
+    line_chart,
+    moving_average,
+    stacked_chart,
+    thin,
+    ticks,
+)
 
 
 def test_a_gap_interrupts_the_line():
@@ -48,8 +58,8 @@ def test_labels_are_short(value, text):
 
 def test_smoothing_keeps_a_straight_line_and_thinning_keeps_the_mean():
     line = [(i, 2.0 * i) for i in range(1000)]
-    assert [y for _, y in smoothed(line, 25)] == pytest.approx([y for _, y in line])
-    few = thinned(line, 100)
+    assert [y for _, y in moving_average(line, 25)] == pytest.approx([y for _, y in line])
+    few = thin(line, 100)
     assert len(few) == 100
     assert sum(y for _, y in few) / 100 == pytest.approx(999.0)
 

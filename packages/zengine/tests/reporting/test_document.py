@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zengine.reporting.document import bars, breakable, details, document, facts, section, shortened, table, tiles
+from zengine.reporting.document import allow_breaks, bars, details, document, facts, section, shorten, table, tiles
 
 EVIL = "<img src=x onerror=alert(1)>&\"'"
 
@@ -10,7 +10,7 @@ EVIL = "<img src=x onerror=alert(1)>&\"'"
 def test_everything_from_outside_is_escaped() -> None:
     pieces = [
         *(section(EVIL, "<p>", note=EVIL), details(EVIL, ""), tiles({EVIL: EVIL}), facts({EVIL: EVIL})),
-        *(shortened(EVIL), shortened(EVIL * 99), breakable(EVIL), table([EVIL], [(EVIL, ["x"])]), document(EVIL, [])),
+        *(shorten(EVIL), shorten(EVIL * 99), allow_breaks(EVIL), table([EVIL], [(EVIL, ["x"])]), document(EVIL, [])),
     ]
     for piece in pieces:
         assert "<img" not in piece

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zengine.reporting.events_files import read_event_files
-from zengine.reporting.runs import read_run
+from zengine.reporting.runs import read_event_files, read_run
 
 LOSS, OLD = "train/loss", "Train/Samples/train_loss"
 

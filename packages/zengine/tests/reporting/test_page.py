@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from zengine.reporting import NoRunError, write_report
-from zengine.reporting.page import distinct, duration
+from zengine.reporting.page import duration, number_names
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr"}
@@ -153,7 +153,7 @@ def test_medians_say_which_steps_they_are_of(tmp_path: Path) -> None:
         line["values"]["perf/step_time_ms"] = float(ms)
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = page_of(folder)
-    assert "Medians are those of steps 4 to 12, which were measured." in text
+    assert "Medians are over the measured steps, 4 to 12." in text
     assert "<b>90</b><span>ms per step, median</span>" in text
     assert "Medians" not in page_of(make_bare(tmp_path / "bare"))
 
@@ -184,8 +184,8 @@ def test_curves_are_of_each_step_where_ours_is_a_mean(tmp_path: Path) -> None:
 def test_every_quantity_has_its_chart(page: str) -> None:
     titles = re.findall(r"<figcaption><b>([^<]*)</b>", page)
     assert titles == [
-        *("Loss", "Throughput", "Where a step&#x27;s time goes", "Gradient norm", "Learning rate", "Memory by owner"),
-        *("Memory in all", "Compute", "Model FLOPs utilisation", "Loss scale"),
+        *("Loss", "Throughput", "Step time by phase", "Gradient norm", "Learning rate", "Memory by owner"),
+        *("Total memory", "Compute", "Model FLOPs utilisation", "Loss scale"),
     ]
 
 
@@ -212,7 +212,7 @@ def test_any_part_of_a_run_makes_a_page_that_says_what_is_missing(tmp_path: Path
             path.unlink()
     text = page_of(folder)
     checked(text)
-    assert "What is missing" in text
+    assert "Missing data" in text
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 5_000])
@@ -222,7 +222,7 @@ def test_a_run_that_was_killed_anywhere_makes_a_page(tmp_path: Path, length: int
     (folder / "events.jsonl").write_bytes(events[:length])
     text = page_of(folder)
     checked(text)
-    assert ("cut short" in text) is bool(length)
+    assert ("is incomplete: the run was killed" in text) is bool(length)
 
 
 def test_one_step_is_a_run_too(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
     text = page_of(first, second)
     assert checked(text).tags.count("figure") == 5
     assert "<h1>x / y</h1>" in text
-    differences = text[text.index("Where their configs differ") : text.index("Where their environments")]
+    differences = text[text.index("Config differences") : text.index("Environment differences")]
     assert "zero_optimization.stage" in differences
     assert "dump_state" not in differences
 
@@ -252,7 +252,7 @@ def test_a_folder_without_a_run_leaves_no_page(tmp_path: Path) -> None:
 
 
 def test_names_that_are_equal_get_a_number() -> None:
-    assert distinct(["a", "b", "a"]) == ["a (1)", "b", "a (3)"]
+    assert number_names(["a", "b", "a"]) == ["a (1)", "b", "a (3)"]
 
 
 def test_durations_are_hours_minutes_and_seconds() -> None:

@@ -63,7 +63,7 @@ def test_a_whole_run_has_no_remarks(tmp_path: Path) -> None:
 def test_a_line_that_a_kill_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
     run = read_run(write(tmp_path, line(1), line(2), line(3)[:25], run=RECORD))
     assert [event.step for event in run.events] == [1, 2]
-    assert run.remarks == ("the last line of events.jsonl is cut short: the run was killed while it wrote it",)
+    assert run.remarks == ("the last line of events.jsonl is incomplete: the run was killed while writing it",)
 
 
 @pytest.mark.parametrize(
@@ -138,5 +138,5 @@ def test_a_folder_around_one_run_stands_for_it_and_around_several_names_them(tmp
         if name == "a":
             run = read_run(tmp_path)
             assert (run.name, run.folder, run.remarks) == (tmp_path.name, tmp_path / "a", ())
-    with pytest.raises(NoRunError, match=r"holds 2 runs.*/a .*/b"):
+    with pytest.raises(NoRunError, match=r"contains 2 runs.*/a .*/b"):
         read_run(tmp_path)

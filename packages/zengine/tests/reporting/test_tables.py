@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zengine.flops.profile import FlopsProfile, ModuleCost
 from zengine.reporting.runs import Event, PlanRow, RecordedRun
-from zengine.reporting.tables import alike, comms_section, config_sections, flops_section, skipped_section
+from zengine.reporting.tables import comms_section, config_sections, flops_section, group_modules, skipped_section
 from zengine.telemetry.comms import Messages, Tally
 
 
@@ -37,7 +37,7 @@ def words(text: str) -> list[str]:
 
 
 def test_blocks_that_are_alike_are_one_row() -> None:
-    groups = {group.pattern: (group.count, group.cost.flops, group.cost.params) for group in alike(PROFILE)}
+    groups = {group.pattern: (group.count, group.cost.flops, group.cost.params) for group in group_modules(PROFILE)}
     assert groups == {
         "blocks": (1, 300, 10),
         "blocks.*": (3, 300, 30),
@@ -59,10 +59,10 @@ def messages(wait: float) -> list[Messages]:
 
 def test_the_ranks_are_held_against_each_other() -> None:
     text = comms_section(run_of(comms={0: messages(5.0), 3: messages(2.0)}))
-    assert "Rank 3 waits least: others wait for it, 3.00 ms more" in text
+    assert "Rank 3 waits least: other ranks wait for it, up to 3.00 ms longer" in text
     assert words(text)[-6:] == ["0", "5.0", "3.0", "3", "2.0", "0.0"]
     assert '<tr class="warn"><td>3</td>' in text
-    assert "Who waits" not in comms_section(run_of(comms={0: messages(5.0)}))
+    assert "Waits by rank" not in comms_section(run_of(comms={0: messages(5.0)}))
     assert comms_section(run_of(comms={0: []})) == ""
 
 

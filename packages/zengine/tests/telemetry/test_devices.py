@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zengine.telemetry.devices import PEAK_TFLOPS, peak_by_name, peak_of
+from zengine.telemetry.work import PEAK_TFLOPS, peak_by_name, peak_of
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ def test_the_hosts_moments_are_readings_of_its_clock():
     readings = iter([1.0, 1.5])
     host = HostInstants(lambda: next(readings))
     interval = host.interval(host.now(), host.now())
-    host.settle()
+    host.synchronize()
     assert interval.ms() == 500
 
 
@@ -27,6 +27,6 @@ def test_only_the_newest_event_is_waited_for_and_only_once():
     device = DeviceInstants(Event)
     device.now()
     device.now()
-    device.settle()
-    device.settle()
+    device.synchronize()
+    device.synchronize()
     assert calls == ["record 0", "record 1", "wait 1"]

@@ -4,9 +4,9 @@ import math
 
 from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
-from zengine.telemetry.devices import Fleet
 from zengine.telemetry.snapshot import RecentLoss, Snapshot
 from zengine.telemetry.throughput import Rate
+from zengine.telemetry.work import Fleet
 
 
 def report(**changes):

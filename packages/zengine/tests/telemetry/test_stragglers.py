@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zengine.telemetry.comms import Messages, Tally
-from zengine.telemetry.stragglers import format_waits, from_json, log_summary, rank_waits, to_json, verdict
+from zengine.telemetry.stragglers import format_waits, from_json, log_summary, name_straggler, rank_waits, to_json
 
 
 def rank(**waits: float) -> list[Messages]:
@@ -17,7 +17,7 @@ def test_waiting_beyond_the_least_is_waiting_for_others() -> None:
     assert [each.wait_ms for each in waits] == [6.0, 5.0]
     assert [each.least_ms for each in waits] == [3.0, 3.0]
     assert [each.for_others_ms for each in waits] == [3.0, 2.0]
-    assert verdict(waits) == "rank 1 waits least: others wait for it, 1.00 ms more than it does"
+    assert name_straggler(waits) == "rank 1 waits least: other ranks wait for it, up to 1.00 ms longer"
     assert [line.split() for line in format_waits(waits).splitlines()[2:4]] == [
         ["0", "6.00", "3.00"],
         ["1", "5.00", "2.00"],
@@ -31,8 +31,8 @@ def test_collectives_that_some_rank_is_no_part_of_are_not_compared() -> None:
 
 def test_nobody_waits_in_an_empty_world() -> None:
     assert rank_waits([]) == []
-    assert "waits for nobody" in format_waits(rank_waits([rank(all_reduce=1.0)]))
-    assert verdict(rank_waits([rank(all_reduce=1.0)] * 2)) == "all ranks wait alike"
+    assert "none with a single rank" in format_waits(rank_waits([rank(all_reduce=1.0)]))
+    assert name_straggler(rank_waits([rank(all_reduce=1.0)] * 2)) == "all ranks wait equally long"
 
 
 def test_messages_survive_json() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zengine.telemetry.subject import environment, now, says_it_recomputes, shape_of, without_secrets
+from zengine.telemetry.subject import environment, has_gradient_checkpointing, now, shape_of, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_a_model_that_says_nothing_has_no_shape():
 
 def test_a_flag_on_any_module_tells_of_recomputation():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    assert not says_it_recomputes(model)
+    assert not has_gradient_checkpointing(model)
     model[1].gradient_checkpointing = True
-    assert says_it_recomputes(model)
+    assert has_gradient_checkpointing(model)
 
 
 def test_secrets_and_infinities_do_not_reach_a_record():

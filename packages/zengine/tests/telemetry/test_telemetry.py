@@ -249,6 +249,6 @@ def test_after_loading_a_state_the_warm_up_begins_again(tmp_path):
 def test_an_unknown_phase_is_refused_with_the_names():
     telemetry = make(Plan(steps_per_print=1))
     with pytest.raises(
-        ValueError, match=r"no phase is called 'forwards'; there are forward, backward, step, data, checkpoint"
+        ValueError, match=r"unknown phase 'forwards'; choose one of forward, backward, step, data, checkpoint"
     ):
         telemetry.span("forwards")

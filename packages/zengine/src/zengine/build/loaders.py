@@ -67,7 +67,7 @@ def feed_of(
     plan: Plan, *, rank: int, device: torch.device, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Feed:
     """The feed of `rank` among the replicas; ranks that share one of them are given the same samples."""
-    data, is_shared = plan.data, plan.parallel.cells * plan.parallel.degrees.sequence > 1
+    data, is_shared = plan.data, plan.parallel.model_parallel_size * plan.parallel.degrees.sequence > 1
     return Feed(
         micro_batch_size=plan.batch.micro_batch_size,
         rank=rank,

@@ -15,7 +15,7 @@ from torch import nn
 
 import zcomm
 from zengine.config import ConfigError, Plan, Problem
-from zengine.config.plan.fit_model import unfit_for_pipelines
+from zengine.config.plan.fit_model import check_pipeline_keys
 from zengine.engine.stages import is_staged
 from zpartition import ReduceAt
 
@@ -90,7 +90,7 @@ def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
         yield _unlike("pipeline.partition", asked.partition, f"partition_method={model.partition_method!r}")
     if asked.seed_layers and not model.seed_layers:
         yield _unlike("pipeline.seed_layers", True, "seed_layers=False")
-    yield from unfit_for_pipelines(plan)
+    yield from check_pipeline_keys(plan)
     if plan.data.packing and ranks > 1 and not model.dynamic_shape:
         yield Problem(
             key="data_efficiency.data_sampling.dynamic_batching.enabled",

@@ -1,7 +1,7 @@
-"""Commands of `zengine`, one module each; `zengine.cli` declares their arguments and imports them when they run.
+"""Commands of `zengine`; `zengine.cli` declares their arguments and imports their modules when they run.
 
-A module has `run(arguments) -> int`, which returns the exit status.  It raises `CommandError` (or the ConfigError of
-a config) for what the user can fix: the command line prints it without a traceback and returns 1.
+A command is a function of the parsed arguments that returns the exit status.  It raises `CommandError` (or the
+ConfigError of a config) for what the user can fix: the command line prints it without a traceback and returns 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
-"""`zengine plan config.json --world 8 --model train:make --memory 80GB`: forecast what fits.
+"""`zengine explain` and `zengine plan`: what a config means for a model, on any machine.
 
-Prints the peak of a rank by phase, the largest micro-batch that fits at each ZeRO stage, and the stage that sends
-least for the same batch.  The model runs on fake tensors, so nothing is allocated.  `--measure` trains a few real
-steps in this process and compares their peak with the forecast.
+`explain config.json --world 64` prints the resolved plan with the origin of every value, the batch sizes, the memory
+of a rank by owner, the bytes it sends in a step, and advice.
+
+`plan config.json --world 8 --model train:make --memory 80GB` forecasts what fits: the peak of a rank by phase, the
+largest micro-batch at each ZeRO stage, and the stage that sends least for the same batch.  The model runs on fake
+tensors, so nothing is allocated.  `--measure` trains a few real steps in this process and compares their peak with
+the forecast.
+
+The model is the user's (`--model module:factory`) or a transformer of `--params` parameters, one billion by default.
 """
 
 from __future__ import annotations
@@ -14,27 +20,44 @@ from pathlib import Path
 
 import attrs
 import torch
+from torch import nn
 
 from zengine.commands import CommandError
-from zengine.commands.arguments import facts_of, make_model, parse_auto
+from zengine.commands.config import facts_of, parse_auto
 from zengine.config import Facts, Plan, load, resolve
 from zengine.planning.activations import CannotDryRun
 from zengine.planning.batches import Batch, from_factory, inputs, token_ids
+from zengine.planning.explanation import explain
 from zengine.planning.forecast import forecast
 from zengine.planning.measured import CannotMeasure, alone, measure, started
-from zengine.planning.models import NotAFactory, factory
+from zengine.planning.models import NotAFactory, Transformer, called, factory, shape_of
 from zengine.planning.peaks import PeakSubject, peak
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_EXAMPLE = 1e9  # parameters of the default transformer
 _TOKENS = 1024  # of a sequence, for the example transformer
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Print the explanation.  Raises ConfigError with every problem, CommandError if the model cannot be made."""
+    config = load(arguments.config, auto=parse_auto(arguments.auto))
+    facts = facts_of(config, arguments.world, arguments.device)
+    plan = resolve(config, facts)
+    module, subject = _make_model(arguments)
+    explanation = explain(config, plan, facts, module, subject)
+    if arguments.json:
+        print(json.dumps(explanation.as_json(), indent=1, default=str))
+    else:
+        print(explanation.text(everything=arguments.all))
+    return 0
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
     """Print the forecast.  Raises ConfigError, or CommandError if the model cannot be planned."""
     config = load(arguments.config, auto=parse_auto(arguments.auto))
     facts = facts_of(config, arguments.world, arguments.device)
     plan = resolve(config, facts)
-    module, subject = make_model(arguments)
+    module, subject = _make_model(arguments)
     case = PeakSubject(
         module=plan.precision.cast_module(module),
         batch=_batch(arguments, plan),
@@ -50,6 +73,21 @@ def run(arguments: argparse.Namespace) -> int:
     found = attrs.evolve(found, subject=subject)
     print(json.dumps(found.as_json(), indent=1) if arguments.json else found.text())
     return 0 if found.own_fits else 1
+
+
+def _make_model(arguments: argparse.Namespace) -> tuple[nn.Module, str]:
+    """Return the model to plan for, on the meta device, and its description."""
+    if arguments.model:
+        try:
+            made = called(arguments.model)
+        except NotAFactory as error:
+            raise CommandError(f"--model {error}") from None
+        return made, f"{arguments.model} ({sum(p.numel() for p in made.parameters()) / 1e6:,.1f}M parameters)"
+    is_given = arguments.params or (arguments.hidden and arguments.layers)
+    shape = shape_of(arguments.params or _EXAMPLE, width=arguments.hidden, layers=arguments.layers)
+    with torch.device("meta"):
+        made = Transformer(shape)
+    return made, str(shape) + ("" if is_given else " (an example: pass --params or --model)")
 
 
 def _batch(arguments: argparse.Namespace, plan: Plan) -> Batch:

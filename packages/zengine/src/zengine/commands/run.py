@@ -7,7 +7,8 @@ the exit status are torchrun's.  It adds:
 - `--bind-cores`: binds each process to its own cores (commands/bound.py).
 - `--keep-memory`: on CPUs, memory freed by a step is kept for the next one, as on a GPU.  glibc returns large blocks
   to the system and gets them back page by page, zeroed: a fifth of a step with gradients of many experts.
-- `--hostfile`: lines "name slots=8" as in DeepSpeed, filtered by `--include` and `--exclude`.  Prints the command of
+- `--hostfile`: lines "name slots=8" as in DeepSpeed and MPI, with "#" comments.  `--include` and `--exclude` filter
+  it by hosts joined with "@", each with device numbers or without: "worker-1@worker-2:0,2".  Prints the command of
   each host and, without `--dry-run`, starts that of this host.  It never logs in to a host: use your scheduler or a
   loop over ssh.
 - inside a SLURM allocation, outside a task: prints or starts the `srun` line for the whole job.
@@ -19,17 +20,58 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from zengine.commands import CommandError
-from zengine.commands.hosts import Host, parse, select
-from zengine.commands.launching import Launch, default_nproc, slurm_line, torchrun_line
+import attrs
 
+from zengine.commands import CommandError
+
+__all__ = [
+    "Host",
+    "Launch",
+    "commands",
+    "default_nproc",
+    "parse_hosts",
+    "run",
+    "select_hosts",
+    "slurm_line",
+    "torchrun_line",
+    "variables",
+]
+
+BOUND = "zengine.commands.bound"  # the module that binds a process to its cores and then runs the script
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # read by glibc, ignored by others
+_HOST_LINE = re.compile(r"(?P<name>[^\s#]+)\s+slots=(?P<slots>[1-9]\d*)$")
+
+
+@attrs.frozen
+class Host:
+    """Machine of a hostfile and its selected devices."""
+
+    name: str
+    devices: tuple[int, ...]
+    slots: int  # devices of the host
+
+    @property
+    def uses_all(self) -> bool:
+        """True if every device of the host is selected."""
+        return len(self.devices) == self.slots
+
+
+@attrs.frozen(kw_only=True)
+class Launch:
+    """Launch options shared by all hosts."""
+
+    nproc: int  # processes on a host
+    port: int  # of the rendezvous
+    max_restarts: int
+    binds_cores: bool
+    script: tuple[str, ...]  # and its arguments; begins with "-m" for a module
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,17 +126,124 @@ def variables(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
+def torchrun_line(
+    launch: Launch, *, host: Host | None = None, index: int = 0, num_hosts: int = 1, master: str = ""
+) -> list[str]:
+    """Return the torchrun command of one host; without `host`, of this machine alone."""
+    nproc = launch.nproc if host is None else len(host.devices)
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
+    if launch.max_restarts:
+        line.append(f"--max-restarts={launch.max_restarts}")
+    if host is None:
+        line.append("--standalone")
+    else:
+        line += [f"--nnodes={num_hosts}", f"--node-rank={index}"]
+        line += [f"--master-addr={master}", f"--master-port={launch.port}"]
+    line += ["-m", BOUND, *launch.script] if launch.binds_cores else [*launch.script]
+    if host is not None and not host.uses_all:
+        return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.devices))}", *line]
+    return line
+
+
+def slurm_line(launch: Launch, environ: Mapping[str, str], nproc: int) -> list[str]:
+    """Return the srun command of an allocation: one torchrun per node, with the rendezvous on the first."""
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    per_node = nproc or (int(gpus) if gpus.isdigit() else launch.nproc)
+    nodes = environ.get("SLURM_NNODES", "1")
+    job = environ["SLURM_JOB_ID"]
+    inner = [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={per_node}"),
+        *("--rdzv-backend=c10d", f"--rdzv-id={job}", f"--rdzv-endpoint={_first_node(environ)}:{launch.port}"),
+        *((f"--max-restarts={launch.max_restarts}",) if launch.max_restarts else ()),
+        *(("-m", BOUND) if launch.binds_cores else ()),
+        *launch.script,
+    ]
+    return ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *inner]
+
+
+def default_nproc(environ: Mapping[str, str]) -> int:
+    """Return the number of visible GPUs of this host, at least 1."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        listed = [part for part in environ["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1")]
+        return max(1, len(listed))
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _first_node(environ: Mapping[str, str]) -> str:
+    """Return the first name of SLURM's node list: gpu003 of "gpu[003-007,9],x1"."""
+    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or os.uname().nodename
+    name, bracket, rest = listed.partition("[")
+    if not bracket or "," in name:
+        return listed.partition(",")[0]
+    return name + rest.partition("]")[0].partition(",")[0].partition("-")[0]
+
+
+def _is_here(host: str) -> bool:
+    """Return True if a name of a hostfile is this machine."""
+    return host in ("", "localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0])
+
+
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
     try:
         text = Path(arguments.hostfile).read_text()
     except OSError as error:
         raise CommandError(f"--hostfile {arguments.hostfile}: {error.strerror}") from None
     try:
-        return select(parse(text), include=arguments.include, exclude=arguments.exclude)
+        return select_hosts(parse_hosts(text), include=arguments.include, exclude=arguments.exclude)
     except ValueError as error:
         raise CommandError(f"{arguments.hostfile}: {error}") from None
 
 
-def _is_here(host: str) -> bool:
-    """Return True if a name of a hostfile is this machine."""
-    return host in ("", "localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0])
+def parse_hosts(text: str) -> list[Host]:
+    """Return the hosts in file order.  Raises ValueError with the number of an invalid line."""
+    found: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        match = _HOST_LINE.match(line)
+        if match is None:
+            raise ValueError(f'line {number}: "{line}" is not "name slots=8"')
+        if match["name"] in found:
+            raise ValueError(f"line {number}: {match['name']} is listed twice")
+        slots = int(match["slots"])
+        found[match["name"]] = Host(match["name"], tuple(range(slots)), slots)
+    if not found:
+        raise ValueError('the file has no host; write lines like "worker-1 slots=8"')
+    return list(found.values())
+
+
+def select_hosts(hosts: list[Host], *, include: str = "", exclude: str = "") -> list[Host]:
+    """Return the hosts that pass a filter.  Raises ValueError for unknown names and devices, or an empty result."""
+    if include and exclude:
+        raise ValueError("--include and --exclude are mutually exclusive")
+    named = _filter(include or exclude, hosts)
+    found = []
+    for host in hosts:
+        picked = named.get(host.name, ())
+        devices = tuple(d for d in host.devices if (d in picked) == bool(include)) if named else host.devices
+        if devices:
+            found.append(attrs.evolve(host, devices=devices))
+    if not found:
+        raise ValueError("the filter selects no device")
+    return found
+
+
+def _filter(text: str, hosts: list[Host]) -> dict[str, tuple[int, ...]]:
+    """Return host -> devices named by the filter."""
+    known = {host.name: host for host in hosts}
+    found: dict[str, tuple[int, ...]] = {}
+    for part in filter(None, text.split("@")):
+        name, colon, numbers = part.partition(":")
+        if name not in known:
+            raise ValueError(f'"{name}" is not in the file; its hosts are {", ".join(known)}')
+        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
+            raise ValueError(f'"{part}" is not "host:0,2"')
+        devices = tuple(map(int, numbers.split(","))) if colon else known[name].devices
+        beyond = [device for device in devices if device >= known[name].slots]
+        if beyond:
+            raise ValueError(f"{name} has devices 0 to {known[name].slots - 1}, not {beyond[0]}")
+        found[name] = devices
+    return found

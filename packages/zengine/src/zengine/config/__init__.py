@@ -1,14 +1,14 @@
 """Configuration: strict to read, pure to resolve.
 
-    config = load("config.json")                                   # as it was written; every problem at once
-    plan = resolve(config, Facts(world_size=8, replicas=8))        # what will happen; nothing left to look up
+    config = load("config.json")                                   # as written; reports every problem at once
+    plan = resolve(config, Facts(world_size=8, replicas=8))        # every value resolved
     print(plan.describe())                                         # every value with its origin
 
 Every DeepSpeed key is honoured, ignored with a one-time notice, or rejected with an explanation.  An unknown key is
-an error that suggests the name that was probably meant.
+an error that suggests the nearest known name.
 
-Folders, each of which imports only those before it: `grammar` (kinds of values, rows, sources, errors), `keys` (what
-may be written: one row for each key), `reading` (from a document to settings), `plan` (what it means).
+Folders, each of which imports only earlier ones: `grammar` (kinds of values, rows, sources, errors), `keys` (one row
+for each key), `reading` (from a document to settings), `plan` (from settings to values for the engine).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
     "violations",
 ]
 
-# The plan of each monitor is now its section of the config: plan.telemetry.csv_monitor, .wandb, ...
+# Each monitor's plan is its section of the config: plan.telemetry.csv_monitor, .wandb, ...
 RENAMED = {"MonitorPlan": "zengine.config.TelemetryPlan"}
 
 __getattr__ = importing(__name__, {}, RENAMED)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, final
 import zcomm
 from zengine.engine.feature import Feature
 from zengine.telemetry.comms import CommsLog, log_collective
-from zengine.telemetry.sinks import training_goes_on
+from zengine.telemetry.sinks import log_os_errors
 from zengine.telemetry.stragglers import open_log, to_json
 
 if TYPE_CHECKING:
-    from zengine.config.plan.profiling import CommsPlan
+    from zengine.config.plan.telemetry import CommsPlan
     from zengine.engine.parts import Run
     from zengine.step_report import StepReport
 
@@ -61,7 +61,7 @@ class CommsSummary(Feature):
         folder, self._folder = self._folder, None  # there again once it has worked
         if folder is None:
             return
-        with training_goes_on(f"the collectives of this rank in {folder}"):
+        with log_os_errors(f"the collectives of this rank in {folder}"):
             self._write_into(folder)
             self._folder = folder
 

@@ -14,8 +14,8 @@ from zengine.telemetry.subject import (
     RunRecord,
     Subject,
     environment,
+    has_gradient_checkpointing,
     now,
-    says_it_recomputes,
     shape_of,
     without_secrets,
 )
@@ -75,7 +75,8 @@ def subject_of(run: Run) -> Subject:
             num_layers=rates.num_layers or layers,
             hidden_size=rates.hidden_size or width,
         ),
-        recomputes=rates.recomputation == "yes" or (rates.recomputation == "auto" and says_it_recomputes(run.module)),
+        recomputes=rates.recomputation == "yes"
+        or (rates.recomputation == "auto" and has_gradient_checkpointing(run.module)),
         epochs=epochs_of(run.parts.loader),
         ledger=run.parts.partition.ledger,
         record=RunRecord(

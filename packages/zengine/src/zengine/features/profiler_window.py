@@ -21,10 +21,10 @@ import torch
 
 from zengine._compat import begin_memory_history, end_memory_history
 from zengine.engine.feature import Feature
-from zengine.telemetry.sinks import training_goes_on
+from zengine.telemetry.sinks import log_os_errors
 
 if TYPE_CHECKING:
-    from zengine.config.plan.profiling import WindowPlan
+    from zengine.config.plan.telemetry import WindowPlan
     from zengine.engine.parts import Run
     from zengine.step_report import StepReport
 
@@ -103,7 +103,7 @@ class ProfilerWindow(Feature):
     def _finish(self, last: int) -> None:
         self._state = State.AFTER
         self._profiler.stop()
-        with training_goes_on(f"the trace of steps {self._first} to {last} in {self._folder}"):
+        with log_os_errors(f"the trace of steps {self._first} to {last} in {self._folder}"):
             self._write(last)
         del self._profiler  # its events are large
 

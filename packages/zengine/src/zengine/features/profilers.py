@@ -10,7 +10,7 @@ from zengine.telemetry.sinks.table import folder_of
 
 if TYPE_CHECKING:
     from zengine.config import Plan
-    from zengine.config.plan.profiling import FlopsPlan
+    from zengine.config.plan.telemetry import FlopsPlan
     from zpartition.pipeline import PipelineRunner
 
 

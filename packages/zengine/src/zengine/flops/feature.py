@@ -18,12 +18,12 @@ from zengine.engine.feature import Feature
 from zengine.flops.meter import make_counter
 from zengine.flops.profiler import FlopsProfiler, publish
 from zengine.flops.table import format_profile
-from zengine.telemetry.sinks import training_goes_on
+from zengine.telemetry.sinks import log_os_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zengine.config.plan.profiling import FlopsPlan
+    from zengine.config.plan.telemetry import FlopsPlan
     from zengine.engine.clock import MicroStep
     from zengine.engine.parts import Run
 
@@ -107,11 +107,11 @@ class FlopsProfiling(Feature):
         text = format_profile(
             profile, step=steps, module_depth=plan.module_depth, top_modules=plan.top_modules, detailed=plan.detailed
         )
-        with training_goes_on(f"the table of FLOPs in {plan.output_file or 'the standard output'}"):
+        with log_os_errors(f"the table of FLOPs in {plan.output_file or 'the standard output'}"):
             publish(text, plan.output_file)
         if self._folder is None:
             return
-        with training_goes_on(f"{FILE} in {self._folder}"):
+        with log_os_errors(f"{FILE} in {self._folder}"):
             facts = {"step": steps, "micro_batch_size": self._run.micro_batch_size}
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / FILE).write_text(json.dumps({**facts, **profile.as_json()}) + "\n", encoding="utf-8")

@@ -25,14 +25,14 @@ from zengine.flops.profile import FlopsProfile
 from zengine.flops.profiler import FlopsProfiler, publish
 from zengine.flops.stages import averaged, joined, stage_lines
 from zengine.flops.table import format_profile
-from zengine.telemetry.sinks import training_goes_on
+from zengine.telemetry.sinks import log_os_errors
 from zpartition.pipeline import Passes
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from zengine.config.plan.profiling import FlopsPlan
+    from zengine.config.plan.telemetry import FlopsPlan
     from zengine.engine.parts import Run
     from zengine.step_report import StepReport
     from zpartition.pipeline import PipelineModule, PipelineRunner
@@ -123,7 +123,7 @@ class StageFlops(Feature):
         text = format_profile(
             profile, step=step, module_depth=plan.module_depth, top_modules=plan.top_modules, detailed=plan.detailed
         )
-        with training_goes_on(f"the table of FLOPs in {plan.output_file or 'the standard output'}"):
+        with log_os_errors(f"the table of FLOPs in {plan.output_file or 'the standard output'}"):
             publish(f"{text}\n\n{stage_lines(stages)}", plan.output_file)
         if self._folder is not None:
             self._write(self._folder, profile, stages, step)
@@ -135,6 +135,6 @@ class StageFlops(Feature):
             for each in stages
         ]
         facts = {"step": step, "micro_batch_size": self._run.micro_batch_size, "stages": rows}
-        with training_goes_on(f"{FILE} in {folder}"):
+        with log_os_errors(f"{FILE} in {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / FILE).write_text(json.dumps({**facts, **profile.as_json()}) + "\n", encoding="utf-8")

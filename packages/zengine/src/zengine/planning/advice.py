@@ -104,11 +104,12 @@ Rule = Callable[[Case], Iterator[Advice]]
 def the_parts_of_a_copy(case: Case) -> Iterator[Advice]:
     """Model parallelism: sizes are of whole layers, since the split is known only when the model runs."""
     parallel = case.plan.parallel
-    if parallel.cells > 1:
+    if parallel.model_parallel_size > 1:
         yield Advice(
-            text=f"{parallel.cells} ranks hold one copy of the model (pipeline {parallel.degrees.pipeline} x tensor "
-            f"{parallel.degrees.tensor}), and {parallel.gradient_ranks} hold the same parts. The sizes here are of "
-            f"whole layers: those that are split take 1/{parallel.cells} of it on each rank, and send activations too"
+            text=f"{parallel.model_parallel_size} ranks hold one copy of the model (pipeline "
+            f"{parallel.degrees.pipeline} x tensor {parallel.degrees.tensor}), and {parallel.gradient_ranks} hold "
+            "the same parts. The sizes here are of whole layers: those that are split take "
+            f"1/{parallel.model_parallel_size} of it on each rank, and send activations too"
         )
     if parallel.degrees.expert > 1:
         yield Advice(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zengine.config import Config, Facts, Plan
-from zengine.config.plan.describe import text_of
+from zengine.config.plan.rows import text_of
 from zengine.planning.advice import Case, worth_knowing
 from zengine.planning.sizes import Sizes, at_stage, sizes
 from zengine.planning.tables import columns, gib, ranks, section, wrapped

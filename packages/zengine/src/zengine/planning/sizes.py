@@ -12,7 +12,7 @@ from torch.nn import Parameter
 import zoptim
 import zpartition
 from zengine.config import Plan
-from zengine.config.plan.precision import own_masters
+from zengine.config.plan.precision import default_master_dtype
 
 __all__ = ["Sizes", "at_stage", "optimizer_maker", "sends_once", "sizes"]
 
@@ -66,7 +66,7 @@ def at_stage(plan: Plan, stage: int) -> Plan:
     if stage >= 2:
         zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.MICRO_STEP)
     if plan.precision.param is None:
-        zero = attrs.evolve(zero, master_dtype=own_masters(stage))
+        zero = attrs.evolve(zero, master_dtype=default_master_dtype(stage))
     return attrs.evolve(plan, zero=attrs.evolve(zero, stage=stage))
 
 

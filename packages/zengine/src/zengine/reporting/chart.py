@@ -15,17 +15,17 @@ from typing import Any
 
 import attrs
 
-__all__ = ["CLIP", "Line", "label", "line_chart", "smoothed", "stacked_chart", "thinned", "ticks"]
+__all__ = ["CLIP", "Line", "label", "line_chart", "moving_average", "stacked_chart", "thin", "ticks"]
 
 WIDTH, HEIGHT = 560, 262  # of the drawing, in user units; it scales with the page
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40  # margins around the plot
 BASE = HEIGHT - BOTTOM  # where the horizontal axis lies
-LEAST = 1e-290  # difference between two ticks
+LEAST = 1e-290  # smallest difference between two ticks
 LIMIT = 1e300  # values beyond it, whose differences overflow, are not drawn
-MAX_POINTS = 400  # of a line: more cannot be told apart
+MAX_POINTS = 400  # of a line; more are not distinguishable
 MAX_AREA_POINTS = 160
-NUM_COLOURS = 8  # of the style sheet; more series begin again
-# Once in a page: what a plot's lines are cut off at.
+NUM_COLOURS = 8  # of the style sheet; more series reuse them
+# Clip path of all plots, once in a page.
 CLIP = (
     '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><clipPath id="plot">'
     f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{BASE - TOP}"/></clipPath></svg>'
@@ -44,7 +44,7 @@ class Line:
     colour: int = 0  # of an area, from 1; 0: the next one
 
 
-def thinned(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
+def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
     """Average neighbours, so that a long run draws as fast as a short one."""
     group = math.ceil(len(points) / at_most) or 1
     points = [(x, y if abs(y) < LIMIT else math.nan) for x, y in points]
@@ -52,7 +52,7 @@ def thinned(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
     return [(sum(x for x, _ in each) / len(each), _mean([y for _, y in each])) for each in groups]
 
 
-def smoothed(points: Sequence[Point], span: int) -> list[Point]:
+def moving_average(points: Sequence[Point], span: int) -> list[Point]:
     """Average over about `span` points, centred, so that the curve does not lag behind the data."""
     result = []
     for i, (x, _) in enumerate(points):
@@ -148,7 +148,7 @@ def figure(
     title: str, unit: str, axes: Axes, body: str, keys: Sequence[LegendKey], *, legend: str = "", total: bool = False
 ) -> str:
     """Return a titled chart.  legend: HTML beside the series' names; total: show the sum of the series."""
-    named = keys if len(keys) > 1 else ()  # a single line is what the title says
+    named = keys if len(keys) > 1 else ()  # the title names a single line
     names = "".join(f'<span class="key k{key.colour}">{html.escape(key.name)}</span>' for key in named)
     plot = {
         "x": axes.x,
@@ -189,7 +189,7 @@ def line_chart(
     marks: dashed horizontal lines, by name; events: marked steps; low: start of the vertical axis, NaN for a little
     below the lowest point.
     """
-    lines = [attrs.evolve(line, points=thinned(line.points)) for line in lines if line.points]
+    lines = [attrs.evolve(line, points=thin(line.points)) for line in lines if line.points]
     finite = [y for line in lines for _, y in line.points if math.isfinite(y)]
     if not finite:
         return ""
@@ -198,7 +198,7 @@ def line_chart(
     body, keys, colour = [_mark(axes, *mark) for mark in (marks or {}).items()], [], 0
     for line in lines:
         colour += not line.faint
-        number = (colour + line.faint - 1) % NUM_COLOURS + 1  # a faint line wears the colour of the one after it
+        number = (colour + line.faint - 1) % NUM_COLOURS + 1  # a faint line has the colour of the next one
         body.append(f'<path class="{"faint" if line.faint else "line"} s{number}" d="{axes.path(line.points)}"/>')
         if not line.faint:
             keys.append(LegendKey(line.name, number, _hover_points(line.points)))
@@ -240,7 +240,7 @@ def _events(axes: Axes, steps: Sequence[float]) -> str:
 
 def stacked_chart(title: str, unit: str, lines: Sequence[Line]) -> str:
     """Draw stacked values, the first at the bottom; "" if there is nothing to draw."""
-    lines = [attrs.evolve(line, points=thinned(line.points, MAX_AREA_POINTS)) for line in lines if line.points]
+    lines = [attrs.evolve(line, points=thin(line.points, MAX_AREA_POINTS)) for line in lines if line.points]
     if not lines:
         return ""
     steps = [x for x, _ in lines[0].points]

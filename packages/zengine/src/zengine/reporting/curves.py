@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from zengine.reporting.chart import Line, line_chart, smoothed, stacked_chart, thinned
+from zengine.reporting.chart import Line, line_chart, moving_average, stacked_chart, thin
 from zengine.reporting.runs import Points, RecordedRun
 
 __all__ = ["charts", "memory_owners", "peak_bytes", "skipped_steps", "smooth", "step_parts", "time_layers", "typical"]
@@ -55,15 +55,15 @@ def charts(run: RecordedRun) -> Iterator[str]:
     yield curve("Throughput", "tokens per second, all ranks", tokens) or curve(
         "Throughput", "samples per second, all ranks", samples
     )
-    yield stacked_chart("Where a step's time goes", "ms, rank 0", time_layers(run))
+    yield stacked_chart("Step time by phase", "ms, rank 0", time_layers(run))
     yield curve("Gradient norm", "before clipping", run.points(*NORM), skipped)
     yield line_chart("Learning rate", "first group", [Line("learning rate", run.points(*RATE))], events=skipped)
     yield from memory_charts(run)
     rate = smooth(run.points(*TFLOPS))
     factor, unit = flops_unit(peak_of(rate))
-    yield line_chart("Compute", f"{unit} per device, smoothed", [Line(unit, scaled(rate, factor))])
+    yield line_chart("Compute", f"{unit} per device, smoothed", [Line(unit, scale_points(rate, factor))])
     yield line_chart(
-        "Model FLOPs utilisation", "% of peak, smoothed", [Line("MFU", scaled(smooth(run.points(*MFU)), 100))]
+        "Model FLOPs utilisation", "% of peak, smoothed", [Line("MFU", scale_points(smooth(run.points(*MFU)), 100))]
     )
     scale = run.points(*SCALE)
     if len({value for _, value in scale}) > 1:
@@ -78,11 +78,11 @@ def curve(title: str, unit: str, points: Points, events: Sequence[float] = (), *
 
 def smooth(points: Points) -> Points:
     """Average over a fortieth of the run; a long run is thinned first."""
-    few = thinned(points, 2000)
-    return smoothed(few, max(1, len(few) // 40))
+    few = thin(points, 2000)
+    return moving_average(few, max(1, len(few) // 40))
 
 
-def scaled(points: Points, factor: float) -> Points:
+def scale_points(points: Points, factor: float) -> Points:
     return [(step, value * factor) for step, value in points]
 
 
@@ -121,7 +121,7 @@ def time_layers(run: RecordedRun) -> list[Line]:
         for name, ms in parts.items():
             layers.setdefault(name, []).append(ms)
     span = max(1, min(len(steps), 2000) // 60)
-    series = {name: smoothed(thinned(list(zip(steps, ms)), 2000), span) for name, ms in layers.items() if any(ms)}
+    series = {name: moving_average(thin(list(zip(steps, ms)), 2000), span) for name, ms in layers.items() if any(ms)}
     return [Line(name, points, colour=PHASE_COLOURS[name]) for name, points in series.items()]
 
 
@@ -148,12 +148,14 @@ def memory_charts(run: RecordedRun) -> Iterator[str]:
     owners = memory_owners(run)
     factor, unit = bytes_unit(sum(map(peak_of, owners.values())))
     yield stacked_chart(
-        "Memory by owner", f"{unit}, rank 0", [Line(name, scaled(each, factor)) for name, each in owners.items()]
+        "Memory by owner",
+        f"{unit}, rank 0",
+        [Line(name, scale_points(each, factor)) for name, each in owners.items()],
     )
     wholes = {name: memory_points(run, word) for word, name in WHOLES.items()}
     factor, unit = bytes_unit(max((peak_of(points) for points in wholes.values()), default=0.0))
-    lines = [Line(name, scaled(points, factor)) for name, points in wholes.items() if points]
-    yield line_chart("Memory in all", f"{unit}, rank 0", lines)
+    lines = [Line(name, scale_points(points, factor)) for name, points in wholes.items() if points]
+    yield line_chart("Total memory", f"{unit}, rank 0", lines)
 
 
 def memory_owners(run: RecordedRun) -> dict[str, Points]:
@@ -171,19 +173,17 @@ def memory_owners(run: RecordedRun) -> dict[str, Points]:
         return {}
     first = min(step for series in found.values() for step in series)
     steps = [float(event.step) for event in run.events if event.step >= first]
-    owners = {name: _held(series, steps) for name, series in found.items()}
+    owners = {name: _forward_fill(series, steps) for name, series in found.items()}
     on_device = dict(memory_points(run, "cuda"))
     if on_device:
         sums = [sum(values) for values in zip(*([value for _, value in points] for points in owners.values()))]
         rest = {step: max(0.0, on_device[step] - held) for step, held in zip(steps, sums) if step in on_device}
-        owners["activations and others"] = _held(rest, steps)
+        owners["activations and others"] = _forward_fill(rest, steps)
     return {name: points for name, points in owners.items() if any(value > 0 for _, value in points)}
 
 
-def _held(series: Mapping[float, float], steps: Sequence[float]) -> Points:
-    """Return a value at every step: the last known one, since owners are counted only when something may have
-    changed.
-    """
+def _forward_fill(series: Mapping[float, float], steps: Sequence[float]) -> Points:
+    """Return the last known value at every step, since owners are not counted at all steps."""
     points, known = [], 0.0
     for step in steps:
         known = series.get(step, known)

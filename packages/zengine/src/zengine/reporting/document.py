@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zengine.reporting.chart import CLIP
 
-__all__ = ["bar", "bars", "breakable", "details", "document", "facts", "section", "shortened", "table", "tiles"]
+__all__ = ["allow_breaks", "bar", "bars", "details", "document", "facts", "section", "shorten", "table", "tiles"]
 
 HERE = Path(__file__).parent
 # No network, no frames, no forms; styles and scripts are those of this file.
@@ -54,7 +54,7 @@ def tiles(figures: Mapping[str, str]) -> str:
 
 def facts(values: Mapping[str, object]) -> str:
     """Return a table of two columns: name and value."""
-    rows = ((breakable(name), html.escape(str(value))) for name, value in values.items())
+    rows = ((allow_breaks(name), html.escape(str(value))) for name, value in values.items())
     return (
         f"<table class='facts'>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in rows)}</table>"
     )
@@ -86,13 +86,13 @@ def bars(parts: Sequence[tuple[float, int]]) -> str:
     return f'<div class="track">{inside}</div>'
 
 
-def shortened(text: str, limit: int = 200) -> str:
+def shorten(text: str, limit: int = 200) -> str:
     """Return `text` as HTML; a long one is cut and shown in full on hover."""
     if len(text) <= limit:
         return html.escape(text)
     return f'<span title="{html.escape(text[:4000])}">{html.escape(text[:limit])}&hellip;</span>'
 
 
-def breakable(name: str) -> str:
+def allow_breaks(name: str) -> str:
     """Return a dotted name as HTML with line breaks allowed after dots and underscores."""
     return html.escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from zengine.reporting import curves
 from zengine.reporting.chart import Line, label, line_chart
-from zengine.reporting.document import document, facts, section, shortened, table, tiles
+from zengine.reporting.document import document, facts, section, shorten, table, tiles
 from zengine.reporting.runs import RecordedRun, read_run
 from zengine.reporting.tables import comms_section, config_sections, flops_section, skipped_section
 
 __all__ = ["compare_page", "figures", "run_page", "write_report"]
 
-PAGE, BESIDE = "report.html", "zengine-report.html"  # the second where somebody else's page has the first
+PAGE, BESIDE = "report.html", "zengine-report.html"  # the second if another program's page has the first name
 _RATES = {"tokens per second": curves.TOKENS, "samples per second": curves.SAMPLES, "ms per step": curves.STEP_MS}
 _OURS = re.compile(rb"<title>[^<]*: run (report|comparison)</title>")
 _HEAD_BYTES = 1 << 16  # of a page, in which the title is
@@ -29,7 +29,7 @@ _HEAD_BYTES = 1 << 16  # of a page, in which the title is
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Read runs, write their page to `out` atomically, and return its path.
 
-    out: defaults to the record folder of the first run, where only an earlier page of ours is overwritten.
+    out: defaults to the record folder of the first run, where only an earlier page of zengine is overwritten.
 
     Raises NoRunError if a folder holds no run, OSError if the page cannot be written.
     """
@@ -44,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def default_place(folder: Path) -> Path:
-    """Return the default path of the page of the run in `folder`; other programs write pages of that name, too."""
+    """Return the default path of the page; another program's page of that name is not overwritten."""
     page = folder / PAGE
     if not page.exists():
         return page
@@ -58,8 +58,8 @@ def run_page(run: RecordedRun) -> str:
     environment = dict(run.environment) | ({"started": run.started} if run.started else {})
     traces = {name: "open in chrome://tracing or ui.perfetto.dev" for name in run.traces if name.startswith("trace")}
     sections = [
-        f"<h1>{html.escape(run.name)}</h1><p class='lead'>{html.escape(verdict(run))}</p>{tiles(figures(run))}"
-        f"{measured(run)}",
+        f"<h1>{html.escape(run.name)}</h1><p class='lead'>{html.escape(summary(run))}</p>{tiles(figures(run))}"
+        f"{median_note(run)}",
         remarks(run),
         f"<section class='charts'>{drawn}</section>" if drawn else "",
         skipped_section(run),
@@ -75,10 +75,10 @@ def run_page(run: RecordedRun) -> str:
 def remarks(run: RecordedRun) -> str:
     """List missing and damaged files."""
     lines = "".join(f"<li>{html.escape(remark)}</li>" for remark in run.remarks)
-    return f"<section class='card remarks'><h2>What is missing</h2><ul>{lines}</ul></section>" if lines else ""
+    return f"<section class='card remarks'><h2>Missing data</h2><ul>{lines}</ul></section>" if lines else ""
 
 
-def verdict(run: RecordedRun) -> str:
+def summary(run: RecordedRun) -> str:
     """Summarize the run in one or two sentences."""
     if not run.events:
         return "No step was recorded."
@@ -97,14 +97,12 @@ def _count(number: int) -> str:
     return f"{number:,}" if number else "none"
 
 
-def measured(run: RecordedRun) -> str:
-    """Return a note about the steps of the medians; "" if there are none."""
+def median_note(run: RecordedRun) -> str:
+    """Return a note with the range of steps of the medians; "" if nothing was measured."""
     steps = [step for tags in _RATES.values() for step, value in run.points(*tags) if math.isfinite(value)]
     if not steps:
         return ""
-    return (
-        f"<p class='note'>Medians are those of steps {min(steps):,.0f} to {max(steps):,.0f}, which were measured.</p>"
-    )
+    return f"<p class='note'>Medians are over the measured steps, {min(steps):,.0f} to {max(steps):,.0f}.</p>"
 
 
 def figures(run: RecordedRun) -> dict[str, str]:
@@ -144,7 +142,7 @@ def duration(seconds: float) -> str:
 
 def compare_page(runs: Sequence[RecordedRun]) -> str:
     """Return the page of several overlaid runs."""
-    names = distinct([run.name for run in runs])
+    names = number_names([run.name for run in runs])
     title = " / ".join(names)
     drawn = "".join(_overlays(dict(zip(names, runs))))
     sections = [
@@ -153,15 +151,15 @@ def compare_page(runs: Sequence[RecordedRun]) -> str:
         f"<section class='charts'>{drawn}</section>" if drawn else "",
         section("Figures", _columns(names, [figures(run) for run in runs])),
         section(
-            "Where their configs differ",
+            "Config differences",
             _differences(names, [{row.key: row.value for row in run.plan} for run in runs]),
         ),
-        section("Where their environments differ", _differences(names, [run.environment for run in runs])),
+        section("Environment differences", _differences(names, [run.environment for run in runs])),
     ]
     return document(f"{title}: run comparison", sections)
 
 
-def distinct(names: Sequence[str]) -> list[str]:
+def number_names(names: Sequence[str]) -> list[str]:
     """Number equal names."""
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
@@ -179,7 +177,7 @@ def _overlays(runs: Mapping[str, RecordedRun]) -> list[str]:
     ]
     drawn = []
     for title, measure, tags, scale, low in wanted:
-        series = {name: curves.scaled(curves.smooth(run.points(*tags)), scale) for name, run in runs.items()}
+        series = {name: curves.scale_points(curves.smooth(run.points(*tags)), scale) for name, run in runs.items()}
         drawn.append(line_chart(title, measure, [Line(name, points) for name, points in series.items()], low=low))
     return drawn
 
@@ -187,7 +185,7 @@ def _overlays(runs: Mapping[str, RecordedRun]) -> list[str]:
 def _columns(names: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
     """Return a row per value that any run has, a column per run; "" without rows."""
     keys = list(dict.fromkeys(key for each in values for key in each))
-    rows = [("", [html.escape(key), *(shortened(each.get(key, "-")) for each in values)]) for key in keys]
+    rows = [("", [html.escape(key), *(shorten(each.get(key, "-")) for each in values)]) for key in keys]
     return table(["", *names], rows) if rows else ""
 
 

@@ -6,10 +6,12 @@
     comms.rank0.json    the collectives of a rank, and so on for the others
     profile/            traces; listed, not read
 
-A folder of TensorBoard's event files alone is a run too.
+A folder of TensorBoard's event files alone is a run too, including DeepSpeed's own.  DeepSpeed's tags lie over
+samples, the others over steps.  Every boundary writes both, so the n-th samples belong to the n-th step; without
+steps, boundaries are counted from one.
 
 Only a folder with none of these is an error.  Other missing, damaged or malformed files are left out and listed in
-`Run.remarks`, because the most interesting runs are those that ended badly.
+`RecordedRun.remarks`, because failed runs are the most interesting ones.
 """
 
 from __future__ import annotations
@@ -23,24 +25,27 @@ from typing import Any
 import attrs
 
 from zengine.flops.profile import FlopsProfile
-from zengine.reporting.events_files import PATTERN, read_event_files
 from zengine.telemetry.comms import Messages
 from zengine.telemetry.json_values import read_count
 from zengine.telemetry.stragglers import from_json
 
-__all__ = ["Event", "NoRunError", "PlanRow", "Points", "RecordedRun", "read_run"]
+__all__ = ["EVENT_FILES", "Event", "NoRunError", "PlanRow", "Points", "RecordedRun", "read_event_files", "read_run"]
 
 RECORD, EVENTS, FLOPS, COMMS, TRACES = "run.json", "events.jsonl", "flops.json", "comms.rank*.json", "profile/*"
 
-NAMELESS = ("record", "run", "DeepSpeedJobName")  # folders that a job has inside of its own
+EVENT_FILES = "events.out.tfevents.*"
+OVER_SAMPLES = "Train/Samples/"  # the family of tags over samples
 
-MAX_STEP = 2**53  # beyond it a float cannot tell steps apart
+NAMELESS = ("record", "run", "DeepSpeedJobName")  # names of record folders inside a job's folder
+
+MAX_STEP = 2**53  # larger steps are not distinct as floats
 
 Points = list[tuple[float, float]]  # (step, value), by step
+Series = Mapping[int, tuple[float, float]]  # x -> (wall time in seconds, value); the last one written counts
 
 
 class NoRunError(ValueError):
-    """The folder holds no run."""
+    """Folder without a run."""
 
 
 @attrs.frozen
@@ -62,8 +67,8 @@ class Event:
 
     step: int
     samples: int
-    time_s: float  # since the process began, or began again
-    values: Mapping[str, float]  # by tag; not finite where the run was not
+    time_s: float  # since the start of the process
+    values: Mapping[str, float]  # by tag; may be non-finite
 
 
 @attrs.frozen(kw_only=True)
@@ -72,8 +77,8 @@ class RecordedRun:
 
     name: str
     folder: Path
-    events: tuple[Event, ...] = ()  # by step; a step that was done again is here once, as it was done last
-    seconds: float = 0.0  # that processes spent on these steps, those lost and done again included
+    events: tuple[Event, ...] = ()  # by step; of a repeated step, the last run
+    seconds: float = 0.0  # total time of these steps, including lost and repeated ones
     started: str = ""
     config: Mapping[str, Any] = attrs.field(factory=dict)  # as given
     plan: tuple[PlanRow, ...] = ()
@@ -83,7 +88,7 @@ class RecordedRun:
     traces: tuple[str, ...] = ()  # names of files in profile/
     remarks: tuple[str, ...] = ()  # what is missing or damaged, in sentences
 
-    series: Mapping[str, Points] = attrs.field(init=False, repr=False)  # the events by tag, as tags came up
+    series: Mapping[str, Points] = attrs.field(init=False, repr=False)  # the events by tag, in order of appearance
 
     @series.default
     def _by_tag(self) -> Mapping[str, Points]:
@@ -105,8 +110,8 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Read `folder`, or the single run inside it.  Raises NoRunError if there is none, or more than one."""
     if not folder.is_dir():
-        raise NoRunError(f"{folder}: there is no such folder. Give the folder of a run, the one with {EVENTS} in it")
-    name, folder = _name(folder.resolve()), _inside(folder)
+        raise NoRunError(f"{folder}: no such folder. Give the folder of a run, which contains {EVENTS}")
+    name, folder = _name(folder.resolve()), _find_run(folder)
     reader = _Reader(folder)
     events, seconds = reader.events()
     record = reader.object(RECORD, "config and environment are unknown")
@@ -126,8 +131,8 @@ def read_run(folder: Path) -> RecordedRun:
     )
     if not (events or record or run.flops or run.comms):
         raise NoRunError(
-            f"{folder}: no run is recorded here ({'; '.join(run.remarks)}). A run leaves a record where its config "
-            'says "jsonl_monitor": {"enabled": true, "output_path": "runs", "job_name": "name"}'
+            f"{folder}: no record of a run ({'; '.join(run.remarks)}). To record a run, set "
+            '"jsonl_monitor": {"enabled": true, "output_path": "runs", "job_name": "name"}'
         )
     return run
 
@@ -137,14 +142,14 @@ def _name(folder: Path) -> str:
     return folder.parent.name if folder.name in NAMELESS and folder.parent.name else folder.name
 
 
-def _inside(folder: Path) -> Path:
+def _find_run(folder: Path) -> Path:
     """Return the folder itself, or the single run in it.  Raises NoRunError if there are several."""
-    if (folder / EVENTS).exists() or any(folder.glob(PATTERN)):
+    if (folder / EVENTS).exists() or any(folder.glob(EVENT_FILES)):
         return folder
     runs = sorted(path.parent for path in folder.glob(f"*/{EVENTS}"))
     if len(runs) > 1:
         names = " ".join(str(run) for run in runs[:8]) + (" ..." if len(runs) > 8 else "")
-        raise NoRunError(f"{folder} holds {len(runs)} runs. Name one, or those to be compared: {names}")
+        raise NoRunError(f"{folder} contains {len(runs)} runs. Give one of them, or several to compare: {names}")
     return runs[0] if runs else folder
 
 
@@ -176,9 +181,9 @@ class _Reader:
 
     def events(self) -> tuple[tuple[Event, ...], float]:
         """Return the steps, and the seconds they took."""
-        if not (self.folder / EVENTS).exists() and any(self.folder.glob(PATTERN)):
-            self.remarks.append(f"there is no {EVENTS}: the curves are those of TensorBoard's event files")
-            return _as_done_last(filter(None, map(_event, read_event_files(self.folder))))
+        if not (self.folder / EVENTS).exists() and any(self.folder.glob(EVENT_FILES)):
+            self.remarks.append(f"there is no {EVENTS}: the curves come from TensorBoard's event files")
+            return _deduplicate(filter(None, map(_event, read_event_files(self.folder))))
         try:
             lines = self.text(EVENTS).splitlines(keepends=True)
         except OSError as error:
@@ -189,12 +194,12 @@ class _Reader:
         found = [_event(line) for line in lines]
         if found and found[-1] is None and not lines[-1].endswith("\n"):
             found.pop()
-            self.remarks.append(f"the last line of {EVENTS} is cut short: the run was killed while it wrote it")
+            self.remarks.append(f"the last line of {EVENTS} is incomplete: the run was killed while writing it")
         damaged = [str(number) for number, event in enumerate(found, 1) if event is None]
         if damaged:
             those = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
             self.remarks.append(f"{EVENTS} has lines that cannot be read and are left out: {those} of {len(lines)}")
-        return _as_done_last([event for event in found if event is not None])
+        return _deduplicate([event for event in found if event is not None])
 
     def flops(self) -> tuple[FlopsProfile, ...]:
         if not (self.folder / FLOPS).exists():
@@ -229,7 +234,7 @@ def _event(line: str | dict[str, Any]) -> Event | None:
         return None
 
 
-def _as_done_last(events: Iterable[Event]) -> tuple[tuple[Event, ...], float]:
+def _deduplicate(events: Iterable[Event]) -> tuple[tuple[Event, ...], float]:
     """Deduplicate steps: a repeated step replaces itself and all later ones.  Also return the total time."""
     kept: list[Event] = []
     seconds = before = 0.0
@@ -255,3 +260,39 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def read_event_files(folder: Path) -> list[dict[str, Any]]:
+    """Return rows as in events.jsonl, in the order of the steps.  Raises ImportError without tensorboard."""
+    scalars = _scalars(folder)
+    families: list[dict[str, Series]] = [
+        {tag: series for tag, series in scalars.items() if tag.startswith(OVER_SAMPLES) is over_samples}
+        for over_samples in (False, True)
+    ]
+    steps, samples = (sorted({x for series in family.values() for x in series}) for family in families)
+    by_samples = dict(zip(steps if len(steps) == len(samples) else range(1, len(samples) + 1), samples))
+    axis = by_samples if samples and (not steps or len(steps) == len(samples)) else dict.fromkeys(steps, 0)
+    begin = min((when for series in scalars.values() for when, _ in series.values()), default=0.0)
+    lines = []
+    for step, at in axis.items():
+        found = {tag: series[x] for family, x in zip(families, (step, at)) for tag, series in _at(family, x)}
+        time_s = max((when for when, _ in found.values()), default=begin) - begin
+        values = {tag: value for tag, (_, value) in found.items()}
+        lines.append({"step": step, "samples": at, "time_s": time_s, "values": values})
+    return lines
+
+
+def _at(family: Mapping[str, Series], x: int) -> Iterable[tuple[str, Series]]:
+    """Return the series that have a point at x."""
+    return ((tag, series) for tag, series in family.items() if x in series)
+
+
+def _scalars(folder: Path) -> dict[str, Series]:
+    from tensorboard.backend.event_processing import event_accumulator  # slow to import
+
+    reader: Any = event_accumulator.EventAccumulator(str(folder), size_guidance={event_accumulator.SCALARS: 0})
+    reader.Reload()
+    return {
+        tag: {point.step: (point.wall_time, point.value) for point in reader.Scalars(tag)}
+        for tag in reader.Tags()[event_accumulator.SCALARS]
+    }

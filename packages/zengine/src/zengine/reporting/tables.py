@@ -13,14 +13,14 @@ import attrs
 from zengine.flops.profile import FlopsProfile, ModuleCost
 from zengine.flops.table import shown
 from zengine.reporting.curves import LOSS, NORM, SCALE, skipped_steps
-from zengine.reporting.document import bar, bars, breakable, details, section, shortened, table
+from zengine.reporting.document import allow_breaks, bar, bars, details, section, shorten, table
 from zengine.reporting.runs import PlanRow, RecordedRun
 from zengine.telemetry.comms import Messages, size_text
-from zengine.telemetry.stragglers import RankWait, rank_waits, verdict
+from zengine.telemetry.stragglers import RankWait, name_straggler, rank_waits
 
 __all__ = ["comms_section", "config_sections", "flops_section", "skipped_section"]
 
-MAX_ROWS = 60  # of FLOPs, collectives, skipped steps; the rest is counted
+MAX_ROWS = 60  # of FLOPs, collectives, skipped steps; a note counts the rest
 
 
 def flops_section(run: RecordedRun) -> str:
@@ -29,17 +29,17 @@ def flops_section(run: RecordedRun) -> str:
         return ""
     profile = run.flops[0]
     total = profile.total
-    groups = alike(profile)
+    groups = group_modules(profile)
     rows = [_flops_row(group, total) for group in groups[:MAX_ROWS]]
     header = ("module", "class", "parameters", "FLOPs forward", "", "share", "ms forward", "share")
     sentence = (
         f"One forward of one rank's micro-batch: {shown(total.flops, 'FLOPs')}, {shown(total.params)} parameters. "
-        f"Matrix products, convolutions and attention are counted; modules that differ in a number are one row."
+        f"Matrix products, convolutions and attention are counted; modules whose names differ in numbers share a row."
     )
     if profile.backward_flops and total.flops:
-        sentence += f" Its backward computed {profile.backward_flops / total.flops:.2f} times as much."
+        sentence += f" Its backward took {profile.backward_flops / total.flops:.2f} times as many FLOPs."
     if len(groups) > MAX_ROWS:
-        sentence += f" The {MAX_ROWS} topmost of {len(groups)} rows."
+        sentence += f" The first {MAX_ROWS} of {len(groups)} rows."
     return section("FLOPs by module", table(header, rows, num_texts=2), note=sentence)
 
 
@@ -52,7 +52,7 @@ class Group:
     cost: ModuleCost  # all of them added up
 
 
-def alike(profile: FlopsProfile) -> list[Group]:
+def group_modules(profile: FlopsProfile) -> list[Group]:
     """Group the modules of a profile, in the order of their first members, without the model itself."""
     groups: dict[tuple[str, str], Group] = {}
     for cost in profile.modules[1:]:
@@ -94,7 +94,7 @@ def comms_section(run: RecordedRun) -> str:
     most = max((each.tally.ms for each in messages), default=0.0)
     header = ("operation", "size", "ranks", "count", "ms", "", "waited", "algbw GB/s", "busbw GB/s")
     body = table(header, [("", _comms_row(each, most)) for each in messages[:MAX_ROWS]])
-    note = f"Of rank {first}; time is the host's, from issue to the end of the wait. Largest first."
+    note = f"Rank {first}; host time, from issue to the end of the wait. Longest first."
     return section("Communication", body, note=note) + straggler_section(run)
 
 
@@ -113,10 +113,10 @@ def straggler_section(run: RecordedRun) -> str:
     most = max(wait.wait_ms for wait in waits)
     rows = [(_kind(wait, waits), _wait_row(wait, most)) for wait in waits]
     note = (
-        f"{_sentence(verdict(waits))} The least wait of all ranks is what communication itself takes; what a rank "
-        "waits beyond it, it waits for others."
+        f"{_sentence(name_straggler(waits))} The least wait over all ranks is the communication itself; any longer "
+        "wait is for other ranks."
     )
-    return section("Who waits for whom", table(("rank", "waited ms", "", "for others ms"), rows), note=note)
+    return section("Waits by rank", table(("rank", "waited ms", "", "for others ms"), rows), note=note)
 
 
 def _kind(wait: RankWait, waits: Sequence[RankWait]) -> str:
@@ -143,7 +143,7 @@ def skipped_section(run: RecordedRun) -> str:
     columns = [dict(run.points(*tags)) for tags in (LOSS, NORM, SCALE)]
     rows = [("", [f"{step:.0f}", *(_number(each.get(step)) for each in columns)]) for step in skipped[:MAX_ROWS]]
     more = f" The first {MAX_ROWS} of {len(skipped)}." if len(skipped) > MAX_ROWS else ""
-    note = f"Updates that were left out, because their gradients were not finite; weights stayed as they were.{more}"
+    note = f"Updates skipped because of non-finite gradients; the weights did not change.{more}"
     return section("Skipped steps", table(("step", "loss", "gradient norm", "loss scale"), rows), note=note)
 
 
@@ -157,7 +157,7 @@ def config_sections(run: RecordedRun) -> Iterator[str]:
     """Tabulate every value of the run with its origin, and the given config."""
     if run.plan:
         changed = sum(not row.is_default for row in run.plan)
-        box = "<label class='switch'><input type=checkbox id=changed> only what was not left at its default</label>"
+        box = "<label class='switch'><input type=checkbox id=changed> only values that are not defaults</label>"
         rows = [(_row_kind(row), _plan_row(row)) for row in run.plan]
         body = f"{box}{table(('key', 'value', 'from'), rows, num_texts=3)}"
         yield section("Configuration", body, note=f"{changed} of {len(run.plan)} values are not defaults.")
@@ -171,4 +171,4 @@ def _row_kind(row: PlanRow) -> str:
 
 
 def _plan_row(row: PlanRow) -> list[str]:
-    return [f"<code>{breakable(row.key[:200])}</code>", shortened(row.value), f"<i>{shortened(row.origin, 80)}</i>"]
+    return [f"<code>{allow_breaks(row.key[:200])}</code>", shorten(row.value), f"<i>{shorten(row.origin, 80)}</i>"]

@@ -14,7 +14,7 @@ class Interval(Protocol):
     """Time between two timestamps."""
 
     def ms(self) -> float:
-        """Return milliseconds.  On a device, call `Instants.settle` first, or each interval synchronizes alone."""
+        """Return milliseconds.  On a device, call `Instants.synchronize` first, or each interval synchronizes."""
 
 
 class Instants(Protocol):
@@ -25,8 +25,8 @@ class Instants(Protocol):
 
     def interval(self, begin: Any, end: Any) -> Interval: ...
 
-    def settle(self) -> None:
-        """Block until every timestamp so far has passed."""
+    def synchronize(self) -> None:
+        """Block until every timestamp so far is readable."""
 
 
 @final
@@ -54,7 +54,7 @@ class HostInstants:
     def interval(self, begin: float, end: float) -> HostInterval:
         return HostInterval(begin, end)
 
-    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 HOST: Instants = HostInstants()
@@ -69,7 +69,7 @@ class DeviceInterval:
     end: Any
 
     def ms(self) -> float:
-        if not self.end.query():  # of another stream than the one that was settled
+        if not self.end.query():  # of another stream than the one that was synchronized
             self.end.synchronize()
         return float(self.begin.elapsed_time(self.end))
 
@@ -88,7 +88,7 @@ class DeviceInstants:
     """
 
     make: Callable[[], Any] = _make_event
-    last: list[Any] = attrs.field(factory=list)  # none, or one that nobody has waited for
+    last: list[Any] = attrs.field(factory=list)  # none, or one that has not been waited for
 
     def now(self) -> Any:
         event = self.make()
@@ -99,6 +99,6 @@ class DeviceInstants:
     def interval(self, begin: Any, end: Any) -> DeviceInterval:
         return DeviceInterval(begin, end)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         while self.last:
             self.last.pop().synchronize()

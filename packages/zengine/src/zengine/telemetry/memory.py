@@ -113,7 +113,7 @@ class Owners:
     def __init__(self, always: bool) -> None:
         self._every = 1 if always else SELDOM
         self._seen = 0  # boundaries
-        self.ledger: Callable[[], Mapping[str, int]] = dict  # until the engine is complete nobody owns anything
+        self.ledger: Callable[[], Mapping[str, int]] = dict  # empty until the engine is complete
 
     def step_end(self) -> dict[str, int]:
         """Return the non-zero bytes by owner; empty at boundaries without a count."""

@@ -29,9 +29,9 @@ import attrs
 
 from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
-from zengine.telemetry.devices import Fleet
 from zengine.telemetry.spans import MICRO
 from zengine.telemetry.throughput import Rate
+from zengine.telemetry.work import Fleet
 
 SAMPLES = "Train/Samples/"  # the family whose x axis is samples
 TIME = "Train/Samples/elapsed_time_ms_"
@@ -73,8 +73,8 @@ class Snapshot:
 
     report: StepReport
     rate: Rate = attrs.field(factory=Rate)  # this step; falsy while not measured
-    fleet: Fleet = attrs.field(factory=Fleet)  # what the rate was reached with
-    epochs: tuple[float, ...] = ()  # one number, passes over the data; empty where nobody knows
+    fleet: Fleet = attrs.field(factory=Fleet)  # devices of the rate
+    epochs: tuple[float, ...] = ()  # one number, passes over the data; empty if unknown
     phase_ms: Mapping[str, float] = attrs.field(factory=dict)  # totals by timer; empty without breakdown
     micro_ms: Mapping[str, float] = attrs.field(factory=dict)  # the same for the last micro-step
     memory: Mapping[str, int] = attrs.field(factory=dict)  # bytes by name

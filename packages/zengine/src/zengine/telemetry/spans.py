@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 HOST_PHASES = ("data", "checkpoint")  # outside of a step's work, on the host's clock
 STEP_PHASES = ("forward", "backward", "step")
-PHASES = (*STEP_PHASES, *HOST_PHASES)  # what can be opened
+PHASES = (*STEP_PHASES, *HOST_PHASES)  # names of `span`
 COMMUNICATION = "backward_allreduce"  # filled from the trace
 INNER = "backward_inner"  # backward without that
-# What is reported, in the order of a step; the host's phases only where there was one.
+# Reported timers, in the order of a step; host phases only if they occurred.
 TIMERS = ("data", "forward", "backward", INNER, COMMUNICATION, "step", "checkpoint")
 MICRO = "_microstep"  # suffix of the micro family
 
@@ -92,7 +92,7 @@ class Lap:
     """Intervals and waits for collectives since some moment, read on demand."""
 
     intervals: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase -> begin and end
-    waits: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase that was open inmost -> begin and end
+    waits: list[tuple[str, Interval]] = attrs.field(factory=list)  # innermost open phase -> begin and end
 
     def __bool__(self) -> bool:
         return bool(self.intervals or self.waits)
@@ -118,11 +118,11 @@ class Stopwatch:
     """
 
     _trace: Trace  # zcomm.traced
-    _device: Instants = HOST  # of the phases that the device works in
-    _host: Instants = HOST  # of those that the host does alone
+    _device: Instants = HOST  # clock of the step phases
+    _host: Instants = HOST  # clock of the host phases
     _begun: dict[str, object] = attrs.field(factory=dict, init=False)  # open phases and when they began
-    _micro: Lap = attrs.field(factory=Lap, init=False)  # of the micro-step under way
-    _last_micro: Lap = attrs.field(factory=Lap, init=False)  # of the one before
+    _micro: Lap = attrs.field(factory=Lap, init=False)  # current micro-step
+    _last_micro: Lap = attrs.field(factory=Lap, init=False)  # previous micro-step
     _total: Lap = attrs.field(factory=Lap, init=False)  # since the last boundary
     _tracing: ExitStack = attrs.field(factory=ExitStack, init=False)  # holds the open trace
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # records arrive on autograd's threads
@@ -161,12 +161,12 @@ class Stopwatch:
         At a boundary the calls that end the micro-step and the step may come in either order: the current micro-step
         counts as the last one as soon as it has measured anything.
         """
-        self._device.settle()
+        self._device.synchronize()
         return (self._micro or self._last_micro).read()
 
     def total_ms(self) -> dict[str, float]:
         """Return the global family, by timer name."""
-        self._device.settle()
+        self._device.synchronize()
         return self._total.read()
 
     def _open(self) -> list[str]:

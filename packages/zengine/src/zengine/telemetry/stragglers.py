@@ -33,9 +33,9 @@ class RankWait:
     """Waits of one rank over all collectives, compared with the other ranks."""
 
     rank: int
-    wait_ms: float  # in all
-    least_ms: float  # the same with the least wait of any rank for each operation and size
-    spread_ms: float = 0.0  # how much longer the rank that waits most waits than this one
+    wait_ms: float  # total
+    least_ms: float  # the same sum over the least wait of any rank per operation and size
+    spread_ms: float = 0.0  # longest wait of any rank minus this rank's
 
     @property
     def for_others_ms(self) -> float:
@@ -62,18 +62,20 @@ def rank_waits(ranks: Sequence[Sequence[Messages]]) -> list[RankWait]:
 def format_waits(waits: Sequence[RankWait]) -> str:
     """Format a line per rank, and name the straggler."""
     if len(waits) < 2:
-        return "stragglers: a single rank waits for nobody"
+        return "stragglers: none with a single rank"
     rows = [("rank", "waited ms", "for others ms")]
     rows += [(str(each.rank), f"{each.wait_ms:.2f}", f"{each.for_others_ms:.2f}") for each in waits]
-    return "\n".join(["waiting by rank (least of all ranks = communication itself):", *columns(rows), verdict(waits)])
+    return "\n".join(
+        ["waits by rank (the least wait is the communication itself):", *columns(rows), name_straggler(waits)]
+    )
 
 
-def verdict(waits: Sequence[RankWait]) -> str:
+def name_straggler(waits: Sequence[RankWait]) -> str:
     """Name the straggler in one sentence."""
     slowest = max(waits, key=lambda each: each.spread_ms)
     if slowest.spread_ms <= 0:
-        return "all ranks wait alike"
-    return f"rank {slowest.rank} waits least: others wait for it, {slowest.spread_ms:.2f} ms more than it does"
+        return "all ranks wait equally long"
+    return f"rank {slowest.rank} waits least: other ranks wait for it, up to {slowest.spread_ms:.2f} ms longer"
 
 
 def open_log(log: CommsLog) -> CommsLog:

@@ -29,10 +29,10 @@ class RunRecord:
     """Facts about a run that are not curves.  All of it is JSON."""
 
     started: str  # ISO time, with its zone
-    config: Mapping[str, Any]  # as it was given, without secrets
+    config: Mapping[str, Any]  # as given, without secrets
     plan: Sequence[tuple[str, Any, str]]  # key, value, origin
     environment: Mapping[str, Any]
-    hparams: Mapping[str, bool | float | str]  # the few values by which runs are compared
+    hparams: Mapping[str, bool | float | str]  # values for comparing runs
 
     def as_json(self) -> dict[str, Any]:
         fields = attrs.asdict(self, recurse=False)
@@ -44,8 +44,8 @@ class Subject:
     """A complete engine, as telemetry sees it."""
 
     formula: Formula
-    recomputes: bool  # activations are known to be computed again
-    epochs: Callable[[], tuple[float, ...]]  # one number, or none where nobody knows
+    recomputes: bool  # backward is known to recompute activations
+    epochs: Callable[[], tuple[float, ...]]  # one number, or none if unknown
     ledger: Callable[[], Mapping[str, int]]  # bytes of this rank by owner
     record: RunRecord
 
@@ -65,14 +65,14 @@ def _number(config: object, names: tuple[str, ...]) -> int:
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), 0)
 
 
-def says_it_recomputes(module: nn.Module) -> bool:
+def has_gradient_checkpointing(module: nn.Module) -> bool:
     """Return True if a flag of the model, as in Hugging Face, enables activation checkpointing."""
     flags = ("is_gradient_checkpointing", "gradient_checkpointing")
     return any(getattr(each, flag, False) is True for each in module.modules() for flag in flags)
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Versions and the machine; JSON."""
+    """Return versions and the machine as JSON."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "python": platform.python_version(),

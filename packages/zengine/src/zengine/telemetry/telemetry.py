@@ -19,7 +19,6 @@ import torch
 
 import zcomm
 from zengine.telemetry.comms import CommsLog, NoCommsLog
-from zengine.telemetry.devices import Fleet, peak_of
 from zengine.telemetry.instants import DeviceInstants
 from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
 from zengine.telemetry.sinks import Events, Sinks
@@ -29,7 +28,7 @@ from zengine.telemetry.sinks.table import open_sinks
 from zengine.telemetry.snapshot import RecentLoss, Snapshot
 from zengine.telemetry.spans import NoStopwatch, Stopwatch, make_spans
 from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
-from zengine.telemetry.work import Meter
+from zengine.telemetry.work import Fleet, Meter, peak_of
 
 if TYPE_CHECKING:
     from zengine.config.plan.telemetry import TelemetryPlan
@@ -59,10 +58,10 @@ class Telemetry:
     meter: Meter  # tokens and FLOPs of a step
     fleet: Fleet  # the devices that train together
     owners: Owners  # memory by owner
-    recent_loss: RecentLoss  # over as many steps as a console line stands for
+    recent_loss: RecentLoss  # over the steps of a console line
     countdown: Countdown  # until the figures of a bench run are complete
     subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
-    layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
+    layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the current boundary; usually empty
     warnings: list[str] = attrs.field(factory=list)  # to log at the first step that has tokens
 
     def begin(self, subject: Subject) -> None:
@@ -86,7 +85,7 @@ class Telemetry:
         try:
             return self.spans[name]
         except KeyError:
-            raise ValueError(f"no phase is called {name!r}; there are {', '.join(self.spans)}") from None
+            raise ValueError(f"unknown phase {name!r}; choose one of {', '.join(self.spans)}") from None
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context manager around work that is not training (validation, saving): throughput excludes it."""
@@ -134,7 +133,7 @@ class Telemetry:
             micro_ms=self.stopwatch.micro_ms(),
             memory={**read_memory(self.device), **self.marks.read(), **self.owners.step_end()},
             comms=self.comms.step_end(),
-            layer_norms=in_units_of(report.grad_norm, self.layer_norms),
+            layer_norms=scale_norms(report.grad_norm, self.layer_norms),
             mean_loss=self.recent_loss.add(report),
         )
         self.stopwatch.step_end()
@@ -240,8 +239,8 @@ def _mean_rate(plan: TelemetryPlan, total: Rate, batch: str) -> str:
     )
 
 
-def in_units_of(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """Scale `parts` so that their squares add up to that of `whole`; unchanged where that is impossible."""
+def scale_norms(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """Scale `parts` so that their squares sum to that of `whole`; unchanged if that is impossible."""
     total = math.hypot(*parts.values())
     factor = whole / total if total and math.isfinite(total) and math.isfinite(whole) else 1.0
     return {name: norm * factor for name, norm in parts.items()}

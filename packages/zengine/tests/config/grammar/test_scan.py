@@ -91,7 +91,7 @@ def test_slashes_inside_text_are_no_comment() -> None:
         ('{"a": 1', 'x.json:1:8: expected "," or "}", found the end of the text'),
         (
             '{"a": "b\n"}',
-            "x.json:1:7: text that does not end on its line, or with a backslash that JSON does not know",
+            "x.json:1:7: invalid text: it does not end on its line, or has a backslash escape that JSON lacks",
         ),
         ('{"a": 01}', "x.json:1:7: expected a value, found 01"),
         ('{"a": 1.}', "x.json:1:7: expected a value, found 1."),

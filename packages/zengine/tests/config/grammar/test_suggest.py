@@ -9,7 +9,7 @@ from string import ascii_lowercase
 import pytest
 
 from zengine.config.grammar.scan import Document
-from zengine.config.grammar.suggest import nearest, slips
+from zengine.config.grammar.suggest import edit_distance, nearest
 from zengine.config.grammar.table import walk
 from zengine.config.keys.root import ROOT
 from zengine.config.reading.structure import structure
@@ -98,8 +98,8 @@ def test_a_section_with_free_names_still_guards_its_switch() -> None:
     [("abc", "abc", 0), ("abc", "acb", 1), ("abc", "abbc", 1), ("abc", "ac", 1), ("abc", "axc", 1), ("", "ab", 2)],
 )
 def test_slips_are_counted_up_to_the_limit(left: str, right: str, distance: int) -> None:
-    assert slips(left, right, limit=3) == slips(right, left, limit=3) == distance
-    assert slips(left, right, limit=0) == min(distance, 1)
+    assert edit_distance(left, right, limit=3) == edit_distance(right, left, limit=3) == distance
+    assert edit_distance(left, right, limit=0) == min(distance, 1)
 
 
 def test_names_that_tie_are_all_returned() -> None:

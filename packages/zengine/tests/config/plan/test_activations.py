@@ -28,7 +28,7 @@ def test_every_key_is_in_the_table() -> None:
     assert plan["activation_checkpointing.cpu_checkpointing"] is True
     assert plan["activation_checkpointing.number_checkpoints"] == 0
     assert len(plan.get("activation_checkpointing")) == 7
-    assert plan["activation_checkpointing.modules"] == "(those that the model says)"
+    assert plan["activation_checkpointing.modules"] == "(those in the model's code)"
     assert plan_of(modules=["a.*", "b"])["activation_checkpointing.modules"] == "a.*, b"
 
 
@@ -36,9 +36,9 @@ def test_keys_with_nothing_to_do_are_told() -> None:
     section = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 3}
     assert about(plan_of(tensor=2, **section)) == []
     (alone,) = about(plan_of(**section))
-    assert "there is one tensor rank, which keeps all" in alone
+    assert "partition_activations has no effect here: the tensor-parallel degree is 1" in alone
     (idle,) = about(plan_of(number_checkpoints=3))
-    assert "counts with contiguous_memory_optimization alone" in idle
+    assert "number_checkpoints has no effect here: contiguous_memory_optimization is off" in idle
 
 
 @pytest.mark.parametrize(
@@ -50,5 +50,5 @@ def test_keys_with_nothing_to_do_are_told() -> None:
     ],
 )
 def test_one_piece_of_memory_needs_parts_and_a_number(section: dict[str, Any], missing: str) -> None:
-    with pytest.raises(ConfigError, match=f"in one piece of memory, and {missing} not set"):
+    with pytest.raises(ConfigError, match=f"in one buffer, and {missing} not set"):
         plan_of(contiguous_memory_optimization=True, **section)

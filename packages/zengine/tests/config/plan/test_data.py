@@ -110,7 +110,7 @@ def test_epochs_without_a_curriculum_are_told() -> None:
         for notice in plan_of(data_efficiency={"enabled": True, "data_sampling": sampling}).notices
         if "num_epochs" in notice
     ]
-    assert said.endswith("num_epochs has no effect here: it is of the loader of a curriculum")
+    assert said.endswith("num_epochs has no effect here: no curriculum over samples is enabled")
 
 
 def test_what_people_would_not_expect_is_said() -> None:
@@ -118,6 +118,6 @@ def test_what_people_would_not_expect_is_said() -> None:
     sampling = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": metric}}
     plan = plan_of(data_efficiency={"enabled": True, "data_sampling": sampling}, dataloader_drop_last=True)
     text = "\n".join(plan.notices)
-    assert "one iteration over the loader of a curriculum goes on for 1000 epochs" in text
+    assert "one iteration over the loader of a curriculum takes 1000 epochs" in text
     assert "dataloader_drop_last has no effect here" in text
     assert 'seqlen.schedule_config.root_degree has no effect here: schedule_type is "fixed_linear"' in text

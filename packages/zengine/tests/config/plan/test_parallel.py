@@ -21,7 +21,11 @@ def test_tensor_ranks_share_a_copy_and_the_batch_counts_the_others() -> None:
         plan = plan_of({"tensor_parallel": source})
         assert plan.parallel.degrees == Degrees(shard=4, tensor=2)
         assert (plan.batch.replicas, plan.batch.train_batch_size) == (4, 8)
-        assert (plan.parallel.data_ranks, plan.parallel.gradient_ranks, plan.parallel.cells) == (4, 4, 2)
+        assert (plan.parallel.data_ranks, plan.parallel.gradient_ranks, plan.parallel.model_parallel_size) == (
+            4,
+            4,
+            2,
+        )
         assert plan["tensor_parallel.autotp_size"] == plan["tensor_parallel.tp.tp_size"] == 2
 
 
@@ -31,9 +35,9 @@ def test_nothing_said_is_one_rank_a_copy() -> None:
 
 
 def test_what_the_caller_has_laid_out_counts() -> None:
-    split = Facts(world_size=8, replicas=4, axes={"tensor": 2}, laid_out_by="the model")
+    split = Facts(world_size=8, replicas=4, axes={"tensor": 2}, axes_source="the model")
     assert plan_of({}, split).parallel.degrees == Degrees(shard=4, tensor=2)
-    mesh = Facts(world_size=8, replicas=4, axes=MESH, laid_out_by="mesh=")
+    mesh = Facts(world_size=8, replicas=4, axes=MESH, axes_source="mesh=")
     plan = plan_of({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2}}, mesh)
     assert plan.parallel.degrees == Degrees(replicate=2, shard=2, tensor=2)
     assert plan.zero.shard_group_size == 2  # the mesh's replicas hold one copy each
@@ -52,7 +56,7 @@ def test_what_the_caller_has_laid_out_counts() -> None:
             r"autotp_size = 2 and tensor_parallel\.tp\.tp_size = 4 differ\. Keep one",
         ),
         (
-            {"tensor_parallel": {"tp": {"tp_size": 4}}}, {"replicas": 4, "axes": MESH, "laid_out_by": "mesh="},
+            {"tensor_parallel": {"tp": {"tp_size": 4}}}, {"replicas": 4, "axes": MESH, "axes_source": "mesh="},
             r"tp_size = 4: mesh= has 2 tensor ranks for each copy\. Make it 2, or leave the key out: mesh= decides",
         ),
         (

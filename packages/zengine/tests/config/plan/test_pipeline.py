@@ -8,9 +8,9 @@ import pytest
 
 from zengine.config import ConfigError, Facts, Plan, load, resolve
 from zengine.config.keys.parallel import Pipeline
-from zengine.config.plan.fit_model import unfit_for_pipelines
+from zengine.config.plan.fit_model import check_pipeline_keys
 
-TWO_STAGES = Facts(world_size=4, replicas=2, axes={"pipeline": 2}, laid_out_by="the model")
+TWO_STAGES = Facts(world_size=4, replicas=2, axes={"pipeline": 2}, axes_source="the model")
 
 
 def plan_of(pipeline: dict[str, Any], facts: Facts = TWO_STAGES, **others: Any) -> Plan:
@@ -41,8 +41,8 @@ def test_other_numbers_of_stages_are_refused_with_both() -> None:
 
 
 def test_what_reads_one_forward_at_a_time_is_named() -> None:
-    assert unfit_for_pipelines(plan_of({})) == []
-    problems = unfit_for_pipelines(plan_of({}, timers={"throughput": {"count_flops_at": 3}}))
+    assert check_pipeline_keys(plan_of({})) == []
+    problems = check_pipeline_keys(plan_of({}, timers={"throughput": {"count_flops_at": 3}}))
     assert [problem.key for problem in problems] == ["timers.throughput.count_flops_at"]
 
 

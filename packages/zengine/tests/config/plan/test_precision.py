@@ -54,11 +54,11 @@ def test_the_wire_is_what_communication_data_type_says_else_the_safe_modules_nar
     ("amp", "notice"),
     [
         ({}, 'dict: "amp" with opt_level O1 is read as "torch_autocast": {"enabled": true, "dtype": "fp16"} with '
-             "dynamic loss scaling, which is what O1 does"),
-        ({"opt_level": "O0"}, 'dict: "amp" with opt_level O0 is read as nothing at all: training in float32'),
+             "dynamic loss scaling, which is equivalent to O1"),
+        ({"opt_level": "O0"}, 'dict: "amp" with opt_level O0 has no effect here: training in float32'),
         ({"opt_level": "O3", "loss_scale": 1.0},
          'dict: "amp" with opt_level O3 is read as "torch_autocast": {"enabled": true, "dtype": "fp16"} with a loss '
-         "scale of 1: weights stay float32, where O3 had float16 weights and no masters. For those write "
+         "scale of 1: weights stay float32, whereas O3 had float16 weights and no masters. For those write "
          '"fp16": {"enabled": true, "fp16_master_weights_and_grads": true} in place of "amp"'),
     ],
 )  # fmt: skip
@@ -68,7 +68,7 @@ def test_what_is_made_of_amp_is_said_exactly(amp: dict[str, Any], notice: str) -
 
 def test_apexes_other_options_are_known_and_said_to_do_nothing() -> None:
     (notice, _) = plan_of({"amp": {**ON, "keep_batchnorm_fp32": False, "verbosity": 0, "num_losses": 2}}).notices[::2]
-    assert "amp.keep_batchnorm_fp32 has no effect here: weights are float32 anyway" in notice
+    assert "amp.keep_batchnorm_fp32 has no effect here: weights are always float32" in notice
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_what_narrow_masters_cost_is_said() -> None:
     (rounded,) = notices("AdamW", "fp16")
     assert rounded.startswith("masters in float16 are rounded to nearest by AdamW: an update below 1/2048 of its")
     keeps, rounded = notices("RMSprop", "bf16")
-    assert keeps == "RMSprop keeps its states in the dtype of the masters, bfloat16: it has no state_dtype"
+    assert keeps == "RMSprop has no option state_dtype: its states have the dtype of the masters, bfloat16"
     assert "an update below 1/256 of its weight is lost" in rounded
     follows = {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}
     for section in ({}, {"bf16": ON}):
         assert plan_of({**section, **follows}).notices == (
-            "dict: optimizer.params.fp32_optimizer_states = false has no effect here: states then have the dtype of "
-            'the masters, which is float32. For smaller ones write "state_dtype": "bf16"',
+            "dict: optimizer.params.fp32_optimizer_states = false has no effect here: it selects the dtype of the "
+            'masters, which is float32. For smaller states write "state_dtype": "bf16"',
         )
     narrow = {"bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     assert plan_of({**narrow, **follows}).notices == ()
     auto = plan_of({"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}).notices
-    assert "dict: bf16.bf16_master_weights_and_grads has no effect here: training in float32" in auto
+    assert "dict: bf16.bf16_master_weights_and_grads has no effect here: bf16.enabled resolves to float32" in auto
 
 
 def test_the_copies_of_autocast_at_stage_3_are_told() -> None:

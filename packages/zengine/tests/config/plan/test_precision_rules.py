@@ -15,54 +15,53 @@ from zprecision import Unscaled
 
 ON = {"enabled": True}
 BREAKING: dict[str, tuple[dict[str, Any], str]] = {
-    "one_half_precision": (
+    "check_one_half_precision": (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
         "fp16.enabled and bf16.enabled are both on. Keep one of them.",
     ),
-    "accumulator_holds_gradients": (
+    "check_grad_accum_dtype": (
         {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": "auto"}},
         "data_types.grad_accum_dtype = bfloat16 cannot hold gradients in bfloat16 or float32 exactly. "
         'Use "fp32", or leave it out.',
     ),
-    "amp_is_autocast": (
+    "check_amp": (
         {"amp": ON, "fp16": ON},
         "amp.enabled and fp16.enabled are on: amp would be read as torch_autocast in fp16. Remove the amp section.",
     ),
-    "autocast_widens_nothing": (
+    "check_autocast_weights": (
         {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": ON},
-        "torch_autocast.enabled does not go with weights in bfloat16 (bf16.enabled): its dtype, float16, "
+        "torch_autocast.enabled is incompatible with weights in bfloat16 (bf16.enabled): its dtype, float16, "
         "is another half precision. Keep one of the two sections; bf16 may be combined with torch_autocast in bf16.",
     ),
-    "param_dtype_is_the_sections": (
+    "check_param_dtype": (
         {"data_types": {"param_dtype": "fp32"}, "bf16": ON},
-        "data_types.param_dtype = float32 and bf16.enabled both say what weights are. Leave param_dtype out.",
+        "data_types.param_dtype = float32 and bf16.enabled both set the dtype of weights. Leave param_dtype out.",
     ),
-    "narrow_states_need_narrow_masters": (
+    "check_bf16_states": (
         {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads. Turn that on too; for float32 masters "
-        'with bf16 states write "state_dtype": "bf16" into optimizer.params.',
+        "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads. Set that to true as well; for float32 "
+        'masters with bf16 states add "state_dtype": "bf16" to optimizer.params.',
     ),
-    "one_format_of_states": (
+    "check_state_dtype": (
         {
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
             "optimizer": {"type": "AdamW", "params": {"state_dtype": "8bit"}},
         },
-        'bf16.bf16_optimizer_states keeps states in bf16, and optimizer.params.state_dtype = "8bit". '
-        "Keep one of them.",
+        'bf16.bf16_optimizer_states sets bf16 states, but optimizer.params.state_dtype = "8bit". Keep one of them.',
     ),
-    "float16_masters_have_float16_gradients": (
+    "check_fp16_accumulation": (
         {
             "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
             "data_types": {"grad_accum_dtype": "fp32"},
         },
-        "data_types.grad_accum_dtype = float32 and fp16.fp16_master_weights_and_grads both say what gradients are: "
-        "the optimizer is given them in float16, and what overflows there would not be seen. "
+        "data_types.grad_accum_dtype = float32 and fp16.fp16_master_weights_and_grads both set the dtype of "
+        "gradients: the optimizer gets them in float16, and their overflow would not be detected. "
         "Leave grad_accum_dtype out.",
     ),
-    "float16_masters_have_wide_states": (
+    "check_fp16_states": (
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "optimizer": {"type": "NAdam"}},
-        "fp16.fp16_master_weights_and_grads leaves NAdam no room for its states: it keeps them in the dtype of the "
-        "masters, and in float16 second moments become 0. Use Adam, AdamW, Lion, SGD, Adagrad, Lamb or Muon, whose "
+        "fp16.fp16_master_weights_and_grads does not work with NAdam, which keeps its states in the dtype of the "
+        "masters: second moments in float16 underflow to 0. Use Adam, AdamW, Lion, SGD, Adagrad, Lamb or Muon, whose "
         "states stay float32, or leave the key out.",
     ),
 }
@@ -104,11 +103,11 @@ def test_what_only_looks_like_a_conflict_passes(source: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ({"torch_autocast": ON, "fp16": ON}, "does not go with weights in float16 (fp16.enabled): autocast needs"),
+        ({"torch_autocast": ON, "fp16": ON}, "is incompatible with weights in float16 (fp16.enabled): autocast"),
         ({"torch_autocast": ON, "data_types": {"param_dtype": "fp16"}}, "float16 (data_types.param_dtype)"),
-        ({"amp": ON, "data_types": {"param_dtype": "bf16"}}, "amp.enabled does not go with weights in bfloat16"),
-        ({"amp": {**ON, "opt_level": "O0"}, "torch_autocast": ON, "fp16": ON}, "torch_autocast.enabled does not go"),
-        ({"data_types": {"param_dtype": "bf16"}, "bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto" both say'),
+        ({"amp": ON, "data_types": {"param_dtype": "bf16"}}, "amp.enabled is incompatible with weights in bfloat16"),
+        ({"amp": {**ON, "opt_level": "O0"}, "torch_autocast": ON, "fp16": ON}, "torch_autocast.enabled is"),
+        ({"data_types": {"param_dtype": "bf16"}, "bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto" both set'),
         ({"bf16": {**LOW, "bf16_optimizer_states": True},
           "optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": True}}},
          "optimizer.params.fp32_optimizer_states = true. Keep one"),

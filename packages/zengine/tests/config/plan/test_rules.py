@@ -11,53 +11,53 @@ from zengine.config.plan.precision_rules import PRECISION_RULES
 from zengine.config.plan.rules import RULES
 
 BREAKING: dict[str, tuple[dict[str, Any], str]] = {
-    "prescale_leaves_nothing_to_predivide": (
+    "check_predivide_factor": (
         {"prescale_gradients": True, "gradient_predivide_factor": 2},
-        "gradient_predivide_factor = 2 has no part of the division left: prescale_gradients does all of it "
+        "gradient_predivide_factor = 2 cannot split the division: prescale_gradients does all of it "
         "before the sum. Keep one of them.",
     ),
-    "a_sum_is_not_divided": (
+    "check_allreduce_op": (
         {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2.0},
-        'gradient_allreduce_op = "sum" divides nothing, yet gradient_predivide_factor would divide. Drop them, or '
+        'gradient_allreduce_op = "sum" does not divide, but gradient_predivide_factor would divide. Remove them, or '
         'use "mean".',
     ),
-    "stage_2_keeps_no_full_gradient": (
+    "check_reduce_at": (
         {"zero_optimization": {"stage": 2, "reduce_at": "boundary"}},
         'zero_optimization.reduce_at = "boundary" keeps a full gradient on every rank, which '
-        "zero_optimization.stage = 2 exists to avoid. "
-        'Use stage 1 for one exchange per step, or "micro_step".',
+        "zero_optimization.stage = 2 avoids. "
+        'Use stage 1 for one reduction per step, or "micro_step".',
     ),
-    "scale_starts_above_its_floor": (
+    "check_scale_floor": (
         {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
         "fp16.min_loss_scale = 8 is above the first scale, 2 to the fp16.initial_scale_power 2 = 4. "
         "Lower the floor or raise the power.",
     ),
-    "stage_0_shards_nothing": (
+    "check_shard_group_stage": (
         {"zero_optimization": {"mics_shard_size": 2}},
         "zero_optimization.shard_group_size = 2, but at stage 0 nothing is sharded. "
         'Set "stage" to 1, 2 or 3, or leave shard_group_size out.',
     ),
-    "files_have_a_folder": (
+    "check_nvme_path": (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
         'zero_optimization.offload_optimizer.device = "nvme" needs a folder on a local drive. '
         'Add "nvme_path": "/local/nvme" to offload_optimizer.',
     ),
-    "resting_weights_are_sharded": (
+    "check_offload_param_stage": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        'zero_optimization.offload_param.device = "cpu" moves the shards of stage 3, and '
+        'zero_optimization.offload_param.device = "cpu" offloads the weight shards of stage 3, but '
         "zero_optimization.stage = 2. "
         'Use stage 3, or set it to "none".',
     ),
-    "what_stays_begins_with_the_last": (
+    "check_keep_last": (
         {"checkpoint": {"keep": {"best": "loss"}}},
-        "checkpoint.keep.best says what stays beside the last few, and checkpoint.keep.last is not set. "
+        "checkpoint.keep.best extends checkpoint.keep.last, which is not set. "
         "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
     ),
-    "one_piece_of_parts_has_a_size": (
+    "check_contiguous_checkpointing": (
         {"activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}},
-        "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one piece of memory, "
+        "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one buffer, "
         'and number_checkpoints is not set. Set "partition_activations" to true and "number_checkpoints" to the '
-        "blocks that a forward passes, or leave it out.",
+        "number of checkpointed blocks, or leave it out.",
     ),
 }
 
@@ -97,4 +97,4 @@ def test_a_violation_in_a_file_names_both_lines() -> None:
 
 def test_sum_names_every_key_that_would_divide() -> None:
     source = {"gradient_allreduce_op": "sum", "prescale_gradients": True}
-    assert "yet prescale_gradients would divide" in str(violations(load(source))[0])
+    assert "but prescale_gradients would divide" in str(violations(load(source))[0])

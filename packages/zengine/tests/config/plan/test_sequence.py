@@ -32,7 +32,7 @@ def test_sequence_ranks_see_the_same_samples_and_sum_gradients() -> None:
 
 def test_sections_that_cut_whole_sequences_are_refused_where_ranks_have_pieces() -> None:
     assert plan_of(curriculum_learning=SEQLEN).data.seqlen
-    with pytest.raises(ConfigError, match=r"curriculum_learning\.enabled = true: .* each of 2 ranks has a piece"):
+    with pytest.raises(ConfigError, match=r"curriculum_learning\.enabled = true: .* each of 2 ranks has a part"):
         plan_of(curriculum_learning=SEQLEN, sequence_parallel_size=2)
 
 

@@ -49,7 +49,7 @@ def test_a_trainers_config_resolves_by_itself() -> None:
         "zero_optimization.reduce_bucket_size",
     ):
         assert plan.origins[key] == "auto", key
-    (notice,) = (notice for notice in plan.notices if '"auto" became' in notice)
+    (notice,) = (notice for notice in plan.notices if '"auto" is replaced' in notice)
     assert "optimizer.params.lr = 5e-05 (--learning_rate)" in notice
     assert "train_micro_batch_size_per_gpu = 8 (--per_device_train_batch_size)" in notice
 
@@ -73,7 +73,8 @@ def test_the_length_of_a_run_cannot_be_guessed() -> None:
         load(source)
     assert [str(problem) for problem in caught.value.problems] == [
         'scheduler.params.total_num_steps = "auto": Hugging Face\'s Trainer fills it in (--max_steps, or epochs x '
-        "steps of an epoch), and nothing in this file tells it. Write the number of optimizer steps of the whole run."
+        "steps of an epoch), and no other key of this file determines it. Write the number of optimizer steps of the "
+        "whole run."
     ]
     filled = load(source, auto={"scheduler.params.total_num_steps": 100})
     assert filled.settings.scheduler.params["total_num_steps"] == 100

@@ -175,13 +175,13 @@ def test_every_option_of_every_choice_is_recognised_when_it_is_misspelt(section:
     known = options_of(section, name)
     for option in known:
         at = letters.randrange(len(option))
-        slips = {
+        edit_distance = {
             option[:at] + option[at + 1 :],
             option[:at] + option[at] + option[at:],
             option[:at] + letters.choice(ascii_lowercase) + option[at + 1 :],
             option[:at] + option[at + 1 : at + 2] + option[at] + option[at + 2 :],
         }
-        for slip in sorted(slips - {"", *known}):
+        for slip in sorted(edit_distance - {"", *known}):
             told = problems(**{section: {"type": name, "params": {slip: 1}}})
             unknown = [problem for problem in told if problem.startswith(f"{section}.params.{slip} = 1: ")]
             assert len(unknown) == 1, (slip, told)

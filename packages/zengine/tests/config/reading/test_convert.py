@@ -62,7 +62,7 @@ def test_every_change_is_told_and_nothing_is_left_to_tell() -> None:
         "fp16 is left out: the section is switched off",
         "zero_allow_untested_optimizer is left out: every torch optimizer is accepted",
         "aio.thread_count is now aio.intra_op_parallelism",
-        "aio.block_size is left out: files are read and written by the MiB",
+        "aio.block_size is left out: files are read and written in blocks of 1 MiB",
         "vocabulary_size is left out: it only asks for advice on padding",
     }
     assert not any("no effect" in notice or "old name" in notice for notice in load(converted.data).notices)
@@ -79,4 +79,4 @@ def test_keys_that_are_to_go_go() -> None:
         {"sparse_attention": {"mode": "fixed"}, "train_batch_size": 4}, drop=frozenset({"sparse_attention"})
     )
     assert converted.data == {"train_batch_size": 4}
-    assert converted.changes == ("sparse_attention is dropped: it is refused here",)
+    assert converted.changes == ("sparse_attention is dropped: it is rejected here",)

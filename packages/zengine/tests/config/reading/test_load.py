@@ -33,7 +33,7 @@ REPORT = """config.json: 14 problems
   config.json:3:3  gradient_cliping = 1.0: unknown key. Did you mean "gradient_clipping"?
   config.json:5:5  zero_optimization.stage = "2": needs 0, 1, 2 or 3, got text. Write 2 without quotes.
   config.json:6:5  zero_optimization.reduce_bucketsize = 500000000.0: unknown key. Did you mean "reduce_bucket_size"?
-  config.json:7:5  zero_optimization.legacy_stage1 = true: the old stage 1 is not available yet. \
+  config.json:7:5  zero_optimization.legacy_stage1 = true: the legacy stage 1 is not available yet. \
 Set it to false, or leave it out.
   config.json:9:12  bf16.enabled = "false": needs true, false or "auto", got text. Write false without quotes.
   config.json:9:33: comments are not JSON: // why not. Remove the comment.
@@ -94,7 +94,7 @@ def test_three_misspelt_keys_give_three_errors_with_the_right_names() -> None:
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}},
          'torch_autocast.dtype = "fp32": must be "bf16" or "fp16". To train in float32, leave the section out.'),
         ({"zero": {"stage": 2}}, 'zero = {"stage": 2}: a key of the inference config, which '
-         'deepspeed.init_inference() takes. For training write "zero_optimization".'),
+         'is an argument of deepspeed.init_inference(). For training write "zero_optimization".'),
         ({"tensorboard": True},
          'tensorboard = true: needs an object {...}, got true/false. Write {"enabled": true}.'),
         ({"optimizer": "AdamW"}, 'optimizer = "AdamW": needs an object {...}, got text. Write {"type": "AdamW"}.'),

@@ -41,7 +41,7 @@ def test_what_says_how_it_is_anyway_is_accepted_without_a_word(source: dict[str,
     ("source", "notice"),
     [
         ({"zero_optimization": {"parameter_alignment": True}},
-         "dict: zero_optimization.parameter_alignment has no effect here: the layout decides the padding"),
+         "dict: zero_optimization.parameter_alignment has no effect here: the layout sets the padding"),
         ({"zero_optimization": {"reduce_scatter": False}},
          "dict: zero_optimization.reduce_scatter has no effect here: sharded gradients are always reduce-scattered"),
         ({"autotuning": {"enabled": False, "fast": True}},
@@ -82,7 +82,7 @@ def test_a_notice_names_the_line() -> None:
 
 def test_a_limited_key_is_refused_at_other_values() -> None:
     assert problems({"zero_optimization": {"legacy_stage1": True}}) == [
-        "zero_optimization.legacy_stage1 = true: the old stage 1 is not available yet. "
+        "zero_optimization.legacy_stage1 = true: the legacy stage 1 is not available yet. "
         "Set it to false, or leave it out."
     ]
     assert problems({"pipeline": {"stages": "two"}}) == [
@@ -119,7 +119,7 @@ def test_members_with_free_names_are_checked_inside() -> None:
 
 def test_an_old_name_next_to_the_new_one_is_a_conflict() -> None:
     assert problems({"bf16": {}, "bfloat16": {"enabled": True}}) == [
-        'bfloat16: the old name of "bf16", which is given too (dict). Keep the new one.'
+        'bfloat16: the old name of "bf16", which is also given (dict). Keep the new one.'
     ]
 
 

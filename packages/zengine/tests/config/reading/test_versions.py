@@ -60,17 +60,17 @@ def test_without_a_version_the_defaults_that_moved_are_told_and_with_ours_nothin
         "bf16.check_grad_overflow",
         "zero_optimization.offload_optimizer.pin_memory",
     ]
-    assert 'write "gradient_clipping": 0.0 for that, or "config_version"' in told[0]
+    assert 'to restore that, write "gradient_clipping": 0.0, or set "config_version"' in told[0]
     assert not any("before DeepSpeed" in notice for notice in plan_of(config_version="zengine-0.2").notices)
 
 
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        ("0.18", "it names no release"),
-        (3, "it names no release"),
-        ("deepspeed-0.20", "the newest release that is known here is deepspeed-0.19.8"),
-        ("zengine-9.0", "the newest release that is known here is zengine-0.2"),
+        ("0.18", "not the name of a release"),
+        (3, "not the name of a release"),
+        ("deepspeed-0.20", "the newest known release is deepspeed-0.19.8"),
+        ("zengine-9.0", "the newest known release is zengine-0.2"),
     ],
 )
 def test_a_release_that_is_not_known_is_refused_with_those_that_are(version: object, reason: str) -> None:

@@ -1,10 +1,10 @@
 """The figures of a bench run."""
 
 from zengine.step_report import StepReport
-from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.bench import Bench
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.throughput import Rate
+from zengine.telemetry.work import Fleet
 
 
 def snapshot(step, ms):

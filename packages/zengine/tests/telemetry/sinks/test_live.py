@@ -24,7 +24,7 @@ def test_a_log_gets_only_what_stays(capsys):
     line = make_line(io.StringIO())
     assert isinstance(line, NoLiveLine)
     line.show(lambda: 1 / 0)
-    line.above("step 1")
+    line.print_above("step 1")
     line.close()
     assert capsys.readouterr().out == "step 1\n"
 
@@ -53,7 +53,7 @@ def test_a_newer_text_replaces_the_older_but_not_too_often():
     clock.now = 1.0
     line.show(lambda: "step 2")
     assert screen(stream.getvalue()) == ["step 2"]
-    line.above("this stays\nand this")
+    line.print_above("this stays\nand this")
     clock.now = 2.0
     line.show(lambda: "step 3")
     assert screen(stream.getvalue()) == ["this stays", "and this", "step 3"]
@@ -71,7 +71,7 @@ def test_rich_draws_it_where_it_is_installed():
     clock.now = 5.0
     line.show(lambda: "step 1 [not markup]")
     line.show(lambda: 1 / 0)
-    line.above("this stays [too]")
+    line.print_above("this stays [too]")
     line.close()
     assert "step 1 [not markup]" in stream.getvalue()
     assert "this stays [too]" in stream.getvalue()

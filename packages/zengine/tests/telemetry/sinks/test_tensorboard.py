@@ -14,13 +14,12 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
-from zengine.telemetry.devices import Fleet
-from zengine.telemetry.sinks.tensorboard import LAYOUT, TensorBoardSink
-from zengine.telemetry.sinks.tensorboard_values import histogram_value
+from zengine.telemetry.sinks.tensorboard import LAYOUT, TensorBoardSink, histogram_value
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.spans import TIMERS
 from zengine.telemetry.subject import RunRecord
 from zengine.telemetry.throughput import Rate
+from zengine.telemetry.work import Fleet
 
 
 def snapshot(samples, loss=1.0, **measured):

@@ -1,8 +1,7 @@
-"""All problems of a config, in one error.
+"""Errors of a config: all problems in one exception.
 
-People fix a config in one go when they see all of it, and give up when each run shows one more mistake.  A
-`Problem` is a value with the place, the key, what was given, why that cannot be and what to do; `ConfigError`
-carries them all and prints one line each.
+A config is fixed in one pass if every problem is reported at once.  A `Problem` has the place, the key, the given
+value, the reason and what to write instead; `ConfigError` carries all of them and prints one line each.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from collections.abc import Iterable
 
 import attrs
 
-_SHOWN_CHARACTERS = 48  # of a given value; the place tells where to read the rest
+_SHOWN_CHARACTERS = 48  # of a given value; a longer one is cut
 
 
 class Nothing(enum.Enum):
-    """The value of a problem that no single value caused; one object, also after a trip through pickle."""
+    """Sentinel for a problem without a single given value; unpickles to the same object."""
 
     NOTHING = "nothing"
 
@@ -27,7 +26,7 @@ _SOURCE_NAMES = {"dict": "the config dict", "<json>": "the config text"}
 
 
 def shown(value: object) -> str:
-    """`value` as JSON, the way it was typed, cut to fit a line."""
+    """Return `value` as JSON, cut to fit a line."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -37,14 +36,14 @@ def shown(value: object) -> str:
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """Position of a value in its source; line and column count from 1, and 0 means that the source has none."""
+    """Position of a value in its source; line and column count from 1; 0: the source has none."""
 
     source: str = "dict"  # a file as the user named it, "<json>" for JSON text, "dict"
     line: int = 0
     column: int = 0
 
     def origin(self) -> str:
-        """Short form for tables and equations: `config.json:4`."""
+        """Return the short form for tables and equations: `config.json:4`."""
         name = self.source.replace("\\", "/").rsplit("/", 1)[-1]
         return f"{name}:{self.line}" if self.line else name
 
@@ -57,12 +56,12 @@ NOWHERE = Place()
 
 @attrs.frozen(kw_only=True)
 class Problem:
-    """One thing that is wrong, in the words of the person who wrote it."""
+    """One mistake in a config, with keys and values as the user wrote them."""
 
-    reason: str  # why it cannot be
+    reason: str  # why the value is rejected
     key: str = ""  # dotted path, "zero_optimization.stage"; "" for the source as a whole
     given: object = NOTHING  # the value as typed
-    suggestion: str = ""  # a sentence that says what to write instead
+    suggestion: str = ""  # a sentence with what to write instead
     place: Place = NOWHERE
 
     def __str__(self) -> str:
@@ -74,7 +73,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; `problems` holds every reason, in the order of the source."""
+    """Invalid config; `problems` holds every reason, in the order of the source."""
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
         ordered = sorted(problems, key=lambda problem: (problem.place.line, problem.place.column))
@@ -83,7 +82,7 @@ class ConfigError(ValueError):
         super().__init__(self._text())
 
     def _text(self) -> str:
-        """A heading and a line for each problem; one line when all that is wrong is the source itself."""
+        """Return a heading and a line per problem; a single line for a problem of the source itself."""
         count, name = len(self.problems), _SOURCE_NAMES.get(self.source, self.source)
         if count == 1 and not self.problems[0].key and not self.problems[0].place.line:
             return f"{name}: {self.problems[0]}"
@@ -91,5 +90,5 @@ class ConfigError(ValueError):
         return "\n  ".join([heading, *map(str, self.problems)])
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[Problem, ...]]]:
-        """Survives the trip from a rank process: the arguments, not the joined text."""
+        """Pickle the arguments, not the joined text, so that the error survives the trip from a rank process."""
         return type(self), (self.source, self.problems)

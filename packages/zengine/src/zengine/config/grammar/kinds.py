@@ -1,11 +1,11 @@
-"""Kinds of values: strict types that name what they accept.
+"""Kinds of values: strict types that describe the values they accept.
 
-`"false"` is not false, `"2"` is not 2 and `true` is not 1: each such conversion hides a mistake until the run is
-over.  Two conversions lose nothing and are made: a whole number where a fraction is accepted, and `5e8` where a whole
-number is, because configs write bucket sizes so.
+`"false"` is not false, `"2"` is not 2 and `true` is not 1: such conversions hide mistakes until the run is over.  Two
+lossless conversions are made: a whole number where a fraction is accepted, and `5e8` where a whole number is
+expected, since configs write bucket sizes that way.
 
-Every kind is idempotent: reading a value that was read gives the same value.  It also has a JSON Schema, which
-accepts what `read` accepts.
+Every kind is idempotent: reading a value that was read gives the same value.  Its JSON Schema accepts the values that
+`read` accepts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JsonSchema = Mapping[str, Any]
 
 
 class Mismatch(Exception):
-    """A value that is not of its kind: the reason, and perhaps what to write."""
+    """Value of the wrong kind: the reason, and what to write instead if that is known."""
 
     def __init__(self, reason: str, suggestion: str = "") -> None:
         super().__init__(reason)
@@ -32,15 +32,15 @@ class Mismatch(Exception):
 
 @attrs.frozen
 class ValueKind:
-    """A set of values; `read` returns the value in its one canonical form or raises `Mismatch`."""
+    """Set of accepted values; `read` returns a value in canonical form or raises `Mismatch`."""
 
     wants: str  # "true or false", "a whole number >= 1"
     read: Callable[[Any], Any]
-    json_schema: JsonSchema = attrs.field(factory=dict)  # accepts what `read` does
+    json_schema: JsonSchema = attrs.field(factory=dict)  # accepts the same values as `read`
 
 
 def json_type(value: object) -> str:
-    """The name of a value's type in the words of JSON."""
+    """Return the name of a value's type in JSON's terms."""
     names = {bool: "true/false", int: "a number", float: "a number", str: "text", type(None): "null"}
     if isinstance(value, Mapping):
         return "an object {...}"
@@ -72,7 +72,7 @@ TRUTH = ValueKind("true or false", _read_truth, {"type": "boolean"})
 
 
 def _without_quotes(value: object) -> str:
-    """The hint for a number that was written as text."""
+    """Return the hint for a number that was written as text."""
     try:
         float(str(value))
     except ValueError:
@@ -95,7 +95,7 @@ def _json_range(type_name: str, low: float, high: float, above: float = -math.in
 
 
 def whole(low: float = 0, high: float = math.inf) -> ValueKind:
-    """Whole numbers in [low, high]; 5e8 is one, true is not."""
+    """Return the kind of whole numbers in [low, high]; 5e8 is one, true is not."""
     wants = "a whole number" + (f" >= {low}" if low > -math.inf else "")
 
     def read(value: Any) -> int:
@@ -113,7 +113,7 @@ COUNT = whole(0)
 
 
 def number(low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> ValueKind:
-    """Finite numbers in [low, high] and above `above`; whole ones become float."""
+    """Return the kind of finite numbers in [low, high] and above `above`; whole ones become float."""
     wants = "a number"
 
     def read(value: Any) -> float:
@@ -137,7 +137,7 @@ TEXT = ValueKind("text", _read_text, {"type": "string", "not": {"const": "auto"}
 
 
 def choice(*names: str, fold: Callable[[str], str] = str) -> ValueKind:
-    """One of some names; `fold` (`str.upper`, `str.lower`) makes the case of letters irrelevant."""
+    """Return the kind of one name among several; `fold` (`str.upper`, `str.lower`) makes it case-insensitive."""
     wants = "one of " + ", ".join(f'"{name}"' for name in names)
 
     def read(value: object) -> str:
@@ -152,7 +152,7 @@ def choice(*names: str, fold: Callable[[str], str] = str) -> ValueKind:
 
 
 def _any_case(names: tuple[str, ...]) -> JsonSchema:
-    """The names for completion, and a pattern for them in letters of any case."""
+    """Return a schema with the names, for completion, and a case-insensitive pattern."""
     spellings = ["".join(f"[{a.upper()}{a.lower()}]" if a.isalpha() else a for a in name) for name in names]
     return {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": f"^({'|'.join(spellings)})$"}]}
 
@@ -166,7 +166,7 @@ _DTYPES = {
 
 
 def spellings(*dtypes: str) -> list[str]:
-    """Every way to write the dtypes of torch with these names."""
+    """Return every accepted spelling of these torch dtypes."""
     return [spelling for name in dtypes for spelling in _DTYPES[name]]
 
 
@@ -191,7 +191,7 @@ LIST = ValueKind("a list [...]", _read_list, {"type": "array"})
 
 
 def list_of(member: ValueKind, wants: str) -> ValueKind:
-    """Lists whose members are of one kind."""
+    """Return the kind of lists whose members are of one kind."""
 
     def read(value: object) -> tuple[Any, ...]:
         return tuple(member.read(each) for each in _read_list(value))
@@ -213,7 +213,7 @@ ANYTHING = ValueKind("any value", lambda value: value)
 
 
 def literal(kind: ValueKind, *literals: object) -> ValueKind:
-    """`kind`, or one of some values that stand for themselves: `literal(TRUTH, "auto")`."""
+    """Extend `kind` by literal values: `literal(TRUTH, "auto")`."""
     wants = " or ".join([kind.wants.replace(" or ", ", "), *(shown(value) for value in literals)])
 
     def read(value: Any) -> Any:
@@ -229,7 +229,7 @@ def literal(kind: ValueKind, *literals: object) -> ValueKind:
 
 
 def null_or(kind: ValueKind, default: Any) -> ValueKind:
-    """`kind`, where null is the way to write the default."""
+    """Extend `kind` by null, which means the default."""
 
     def read(value: Any) -> Any:
         return default if value is None else kind.read(value)

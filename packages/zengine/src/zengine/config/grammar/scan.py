@@ -1,12 +1,12 @@
 """JSON with the line and column of every key.
 
-The standard parser forgets where values stood, keeps the last of two equal keys in silence, and stops at the first
-slip.  This scanner keeps a `Place` for each key path, reports repeated keys with both lines, and reads on after
-the two slips that people bring from other formats, comments and trailing commas, so that one report holds them
-all.  Anything else that is not JSON ends the scan, because guesses about structure breed false reports.
+The standard parser drops positions, silently keeps the last of two equal keys, and stops at the first mistake.  This
+scanner records a `Place` for each key path, reports repeated keys with both lines, and continues after the two common
+mistakes from other formats, comments and trailing commas, so that one report contains all of them.  Anything else
+that is not JSON ends the scan, because guesses about structure cause false reports.
 
-Rejected: the hjson dialect (reads `stage: 2 3` as text), and a patched `json.JSONDecoder` (its C scanner
-has no hook for positions).
+Rejected: the hjson dialect (reads `stage: 2 3` as text), and a patched `json.JSONDecoder` (its C scanner has no hook
+for positions).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zengine.config.grammar.errors import Place, Problem
 
 Path = tuple[str | int, ...]
 
-_MAX_DEPTH = 64  # nesting of objects and lists; a config has six
+_MAX_DEPTH = 64  # nesting of objects and lists; a valid config needs six
 _BLANK = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
@@ -40,13 +40,13 @@ _FOREIGN = {
 
 
 def dotted(path: Path) -> str:
-    """`("a", "b", 2)` as `a.b[2]`."""
+    """Format a path: `("a", "b", 2)` -> `a.b[2]`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
 @attrs.frozen(kw_only=True)
 class Document:
-    """Plain data and where each key of it stood."""
+    """Plain data with the place of each key."""
 
     source: str
     data: object
@@ -54,7 +54,7 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def place(self, path: Path) -> Place:
-        """Of the key itself, or of the nearest section around it."""
+        """Return the place of the key, or of the innermost enclosing section that has one."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
@@ -62,11 +62,11 @@ class Document:
 
 
 class _Stop(Exception):
-    """The text is not JSON from here on; the problem is already recorded."""
+    """Raised where the text stops being JSON; the problem is already recorded."""
 
 
 def scan(text: str, source: str) -> Document:
-    """Read JSON text.  Never raises for bad text: the document carries the problems."""
+    """Parse JSON text.  Does not raise for bad text: the document carries the problems."""
     scanner = _Scanner(text, source)
     try:
         data = scanner.document()
@@ -76,7 +76,7 @@ def scan(text: str, source: str) -> Document:
 
 
 class _Scanner:
-    """One walk over the text.  Invariant: `at` is the offset of the next unread character."""
+    """One pass over the text.  Invariant: `at` is the offset of the next unread character."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text = text
@@ -144,7 +144,7 @@ class _Scanner:
         return True
 
     def separator(self, bracket: str) -> None:
-        """A comma, or nothing before the closing bracket; a comma before it is reported and skipped."""
+        """Consume a comma, or nothing before the closing bracket; report and skip a trailing comma."""
         if self.peek() == bracket:
             return
         if self.peek() != ",":
@@ -157,7 +157,7 @@ class _Scanner:
     def string(self) -> str:
         match = _STRING.match(self.text, self.at)
         if match is None:
-            raise self.stop("text that does not end on its line, or with a backslash that JSON does not know")
+            raise self.stop("invalid text: it does not end on its line, or has a backslash escape that JSON lacks")
         self.at = match.end()
         return str(json.loads(match.group()))
 
@@ -176,7 +176,7 @@ class _Scanner:
         raise self.stop(f"expected a value, found {self.word()}{hint}")
 
     def peek(self) -> str:
-        """The next character that means something, "" at the end; comments are reported and skipped."""
+        """Return the next significant character, "" at the end; report and skip comments."""
         while True:
             blank = _BLANK.match(self.text, self.at)
             self.at = blank.end() if blank else self.at
@@ -187,7 +187,7 @@ class _Scanner:
             self.at = comment.end()
 
     def word(self) -> str:
-        """The next word, for a message."""
+        """Return the next word, for a message."""
         match = _WORD.match(self.text, self.at)
         return (match.group()[:40] if match else self.text[self.at : self.at + 1]) or "the end of the text"
 

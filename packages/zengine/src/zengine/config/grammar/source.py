@@ -1,7 +1,7 @@
 """Sources of a config: a file, JSON text, or a mapping.
 
-All become one `Document`.  A file is read as UTF-8 with or without a byte-order mark.  A mapping is copied, so that
-the caller may go on changing it, and a value that JSON cannot hold is rejected with its key.
+Each becomes a `Document`.  A file is read as UTF-8 with or without a byte-order mark.  A mapping is copied, so the
+caller may change it afterwards; a value that JSON cannot represent is rejected with its key.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Document
 
 
 def read(source: Source) -> Document:
-    """The document of a path, a JSON text that starts with "{", or a mapping; a document is its own.
+    """Return the document of a path, a JSON text that starts with "{", or a mapping; a document is returned as is.
 
-    Raises ConfigError when there is nothing to read, TypeError for other kinds of source.
+    Raises ConfigError if the file cannot be read, TypeError for other kinds of source.
     """
     if isinstance(source, Document):
         return source
@@ -65,7 +65,7 @@ def _unreadable(name: str, reason: str, suggestion: str = "") -> ConfigError:
 
 
 def _neighbour(name: str) -> str:
-    """A JSON file of nearly that name in the same folder."""
+    """Return a hint with the JSON file of the nearest name in the same folder; "" if there is none."""
     folder = Path(name).parent
     try:
         names = sorted(found.name for found in folder.glob("*.json"))
@@ -82,7 +82,7 @@ def _from_mapping(source: Mapping[str, Any]) -> Document:
 
 
 def _plain(value: Any, path: KeyPath, problems: list[Problem]) -> Any:
-    """A deep copy of JSON's types; integrations write infinity for "never", so that passes here."""
+    """Return a deep copy of JSON's types; infinity passes, since integrations write it for "never"."""
     if isinstance(value, Mapping):
         members = {}
         for name, member in value.items():

@@ -1,8 +1,8 @@
-"""Names that were probably meant.
+"""Suggestions for misspelt names.
 
-Distance is the number of slips: a letter left out, added, changed, or swapped with its neighbour.  Rejected:
-`difflib` alone, whose ratio prefers a long common stretch over the fewest slips and so picks `max_lr` for `mx_lr`
-only by luck; it serves as the second opinion when nothing is near.
+The distance is the number of edits: a letter left out, added, changed, or swapped with its neighbour.  Rejected:
+`difflib` alone, whose ratio prefers a long common substring over few edits, so it finds `max_lr` for `mx_lr` only by
+chance; it is the fallback if no name is near.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import difflib
 from collections.abc import Iterable
 
 
-def slips(left: str, right: str, limit: int) -> int:
-    """Optimal string alignment distance; any number above `limit` when it is more than that."""
+def edit_distance(left: str, right: str, limit: int) -> int:
+    """Return the optimal string alignment distance; any number above `limit` if it exceeds that."""
     while left and right and left[0] == right[0]:
         left, right = left[1:], right[1:]
     while left and right and left[-1] == right[-1]:
@@ -35,28 +35,28 @@ def slips(left: str, right: str, limit: int) -> int:
 
 
 def _plain(name: str) -> str:
-    """Spelling without the differences nobody sees: case, and dashes for underscores."""
+    """Normalize a name: lower case, underscores for dashes, no surrounding blanks."""
     return name.lower().replace("-", "_").strip()
 
 
 def nearest(name: str, names: Iterable[str], tolerance: int | None = None) -> list[str]:
-    """The names with the fewest slips, all of them when they tie; empty when none is near."""
+    """Return the names with the fewest edits, all of them on a tie; [] if none is near."""
     typed = _plain(name)
     limit = max(1, len(typed) // 3) if tolerance is None else tolerance
     candidates = [known for known in names if abs(len(known) - len(typed)) <= limit]
-    distances = {known: slips(typed, _plain(known), limit) for known in candidates}
+    distances = {known: edit_distance(typed, _plain(known), limit) for known in candidates}
     best = min(distances.values(), default=limit + 1)
     return [known for known, distance in distances.items() if distance == best <= limit]
 
 
 def look_alike(name: str, names: Iterable[str]) -> list[str]:
-    """A name that holds this one, or shares long stretches with it."""
+    """Return a name that contains this one or shares long substrings with it; [] if there is none."""
     names, typed = list(names), _plain(name)
     holding = [known for known in names if len(typed) > 3 and typed in known]
     return holding[:1] or difflib.get_close_matches(typed, names, n=1, cutoff=0.75)
 
 
 def one_of(names: Iterable[str], joint: str = "or") -> str:
-    """`"a", "b" or "c"`."""
+    """Join quoted names: `"a", "b" or "c"`."""
     quoted = [f'"{name}"' for name in names]
     return f" {joint} ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)

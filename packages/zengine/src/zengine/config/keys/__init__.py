@@ -1,1 +1,1 @@
-"""The keys: what may be written in a config."""
+"""Keys of a config: one row each, by section."""

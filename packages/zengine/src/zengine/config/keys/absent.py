@@ -1,7 +1,6 @@
-"""Known sections of features that do not exist here: accepted while they are off, rejected when they are on.
+"""Sections of features that do not exist here: accepted while they are off, rejected while they are on.
 
-Their keys are listed all the same, so that a misspelt key in a section that is off is found before the section is
-turned on.
+Their keys are listed, so that a misspelt key is found even in a section that is off.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from zengine.config.grammar.kinds import (
 )
 from zengine.config.grammar.table import Row, Section, checked_only, fixed, rejected, unavailable
 
-REMOVED_UPSTREAM = ", which DeepSpeed removed in 0.19.8,"  # from the words "is not available yet"
+REMOVED_UPSTREAM = ", which DeepSpeed removed in 0.19.8,"  # precedes "is not available yet"
 
 PROGRESSIVE_LAYER_DROP = unavailable(
     f"progressive layer drop{REMOVED_UPSTREAM}", checked_only(theta=number(0, 1), gamma=number(0))
 )
 
 EIGENVALUE = unavailable(
-    f"the eigenvalue of layers{REMOVED_UPSTREAM}",
+    f"the eigenvalue computation{REMOVED_UPSTREAM}",
     checked_only(
         verbose=TRUTH,
         max_iter=whole(1),
@@ -79,7 +78,7 @@ AUTOTUNING = unavailable(
         mp_size=COUNT,
         model_info=null_or(MAPPING, None),
     ),
-    hint="Set it to false: zengine plan finds the largest micro-batch and the best stage, without sub-jobs.",
+    hint="Set it to false; zengine plan finds the largest micro-batch and the best stage without sub-jobs.",
 )
 
 QUANTIZE_TRAINING = unavailable(f"mixture of quantization (MoQ){REMOVED_UPSTREAM}", {}, is_open=True)
@@ -212,7 +211,7 @@ COMPRESSION_TRAINING = Section(
     }
 )
 
-_OF_INFERENCE = "a key of the inference config, which deepspeed.init_inference() takes"
+_OF_INFERENCE = "a key of the inference config, which is an argument of deepspeed.init_inference()"
 
 _REMOVE = "Remove it from the training config."
 

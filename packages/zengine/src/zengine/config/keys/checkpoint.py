@@ -1,4 +1,4 @@
-"""Keys of checkpoints: how they are saved and which stay."""
+"""Keys of checkpoints: saving and retention."""
 
 from __future__ import annotations
 
@@ -29,36 +29,38 @@ def _in_words(best: tuple[zckpt.Best, ...]) -> str:
 
 @attrs.frozen(kw_only=True)
 class KeepSettings:
-    """checkpoint.keep, a key of ours: which checkpoints stay when one is saved; without `last` all do."""
+    """checkpoint.keep, ours: retention of old checkpoints after each save; without `last` all are kept."""
 
-    last: int = setting(COUNT, 0, "the newest so many; 0: all, and the other keys have nothing to do", empty="all")
-    every: int = setting(COUNT, 0, "also steps divisible by it; 0: none", empty="off")
-    best: tuple[zckpt.Best, ...] = setting(
-        BEST, (), 'also the best by a number of client_state["metrics"]', empty="off", show=_in_words
+    last: int = setting(
+        COUNT, 0, "number of newest checkpoints to keep; 0: all, and the other keys have no effect", empty="all"
     )
-    tags: tuple[str, ...] = setting(NAMES, (), "also tags that match one of these shell patterns", empty="off")
+    every: int = setting(COUNT, 0, "also keep steps divisible by it; 0: none", empty="off")
+    best: tuple[zckpt.Best, ...] = setting(
+        BEST, (), 'also keep the best by a metric of client_state["metrics"]', empty="off", show=_in_words
+    )
+    tags: tuple[str, ...] = setting(NAMES, (), "also keep tags that match one of these shell patterns", empty="off")
 
 
 @attrs.frozen(kw_only=True)
 class CheckpointSettings:
-    """checkpoint."""
+    """checkpoint: saving and retention."""
 
     tag_validation: str = setting(
-        choice("IGNORE", "WARN", "FAIL", fold=str.upper), "WARN", "when ranks save under different tags"
+        choice("IGNORE", "WARN", "FAIL", fold=str.upper), "WARN", "reaction if ranks save under different tags"
     )
-    async_save: bool = setting(TRUTH, False, "write behind the loop's back, from a copy in host memory")
+    async_save: bool = setting(TRUTH, False, "write in the background, from a copy in host memory")
     keep: KeepSettings = section(KeepSettings)
 
 
 CHECKPOINT: dict[str, Row] = {
     "load_universal": ignored(TRUTH, False, why="every checkpoint loads at any world size"),
-    "use_node_local_storage": fixed(TRUTH, False, why="checkpoints on each node's own disk"),
+    "use_node_local_storage": fixed(TRUTH, False, why="saving to node-local disks"),
     "parallel_write": Section(
-        keys={"pipeline_stage": ignored(TRUTH, False, why="every rank always writes its own share")}
+        keys={"pipeline_stage": ignored(TRUTH, False, why="every rank always writes its own part")}
     ),
     "checkpoint_serialization": ignored(TRUTH, True, why="the format has one serialization"),
     "writer": Section(
-        rejection='checkpoint writers have no names; "checkpoint": {"async_save": true} writes behind the loop',
+        rejection='checkpoint writers cannot be chosen; "checkpoint": {"async_save": true} writes in the background',
         keys=all_ignored(
             "",
             type=TEXT,
@@ -79,7 +81,7 @@ DATASTATES = rejected("the external engine DataStates is not supported", "Remove
 
 @attrs.frozen(kw_only=True, slots=False)
 class CheckpointKeys:
-    """The section of the top level about checkpoints."""
+    """Sections of the top level about checkpoints."""
 
     checkpoint: CheckpointSettings = section(CheckpointSettings, CHECKPOINT)
 

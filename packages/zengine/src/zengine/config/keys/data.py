@@ -1,6 +1,6 @@
 """Keys of the data: curricula, dynamic batching, random-LTD.
 
-Zero and an empty name stand for "not given"; `plan.data_rules` checks what a section needs when it is on.
+Zero and an empty name stand for "not given"; `plan.data_rules` checks the keys that a section requires when it is on.
 """
 
 from __future__ import annotations
@@ -21,51 +21,55 @@ SCHEDULES = choice("fixed_linear", "fixed_root", "fixed_discrete", "custom")
 
 @attrs.frozen(kw_only=True)
 class ScheduleConfig:
-    """schedule_config of a curriculum; which keys count depends on schedule_type."""
+    """schedule_config of a curriculum; schedule_type decides which keys have an effect."""
 
     total_curriculum_step: int = setting(COUNT, 0, "fixed_linear, fixed_root: steps until the maximum")
     difficulty_step: int = setting(whole(1), 1, "fixed_linear, fixed_root: round down to multiples of it")
-    root_degree: float = setting(number(above=0), 2.0, "fixed_root: 1 is linear, more grows fast first")
-    difficulty: tuple[int, ...] = setting(COUNTS, (), "fixed_discrete: the difficulties")
-    max_step: tuple[int, ...] = setting(COUNTS, (), "fixed_discrete: last step of each but the last")
+    root_degree: float = setting(
+        number(above=0), 2.0, "fixed_root: degree of the root; 1 is linear, larger values grow faster at first"
+    )
+    difficulty: tuple[int, ...] = setting(COUNTS, (), "fixed_discrete: list of difficulties")
+    max_step: tuple[int, ...] = setting(COUNTS, (), "fixed_discrete: last step of each difficulty but the last")
 
 
 @attrs.frozen(kw_only=True)
 class CurriculumLearning:
-    """curriculum_learning: the length of sequences grows with the steps."""
+    """curriculum_learning: sequence length grows with the steps."""
 
-    enabled: bool = setting(TRUTH, False, "limit the length of sequences by a schedule")
-    curriculum_type: str = setting(choice("seqlen"), "seqlen", "what is limited: tokens of a sequence")
+    enabled: bool = setting(TRUTH, False, "limit the sequence length by a schedule")
+    curriculum_type: str = setting(choice("seqlen"), "seqlen", "quantity that is limited: tokens of a sequence")
     min_difficulty: int = setting(COUNT, 0, "tokens at the start")
     max_difficulty: int = setting(COUNT, 0, "tokens at the end")
-    schedule_type: str = setting(null_or(SCHEDULES, ""), "", "law of the growth")
+    schedule_type: str = setting(null_or(SCHEDULES, ""), "", "schedule of the difficulty")
     schedule_config: ScheduleConfig = section(ScheduleConfig)
 
 
 @attrs.frozen(kw_only=True)
 class CurriculumMetric:
-    """A member of curriculum_metrics, under the name of the metric."""
+    """Member of curriculum_metrics, under the name of the metric."""
 
     index_to_sample_path: str = setting(null_or(TEXT, ""), "", "samples by difficulty: .npy, or a Megatron index")
-    index_to_metric_path: str = setting(null_or(TEXT, ""), "", "their metrics, in that order")
-    difficulty_type: str = setting(choice("value", "percentile"), "value", "what a difficulty is")
+    index_to_metric_path: str = setting(null_or(TEXT, ""), "", "metric of each sample, in that order")
+    difficulty_type: str = setting(choice("value", "percentile"), "value", "unit of difficulties")
     clustering_type: str = setting(
         choice("schedule_based", "single_cluster"), "schedule_based", "single_cluster: no sample is held back"
     )
     min_difficulty: int = setting(COUNT, 0, "difficulty at the start")
-    max_difficulty: int = setting(COUNT, 0, "difficulty at the end; of percentiles, what stands for all samples")
-    schedule_type: str = setting(null_or(SCHEDULES, ""), "", "law of the growth")
+    max_difficulty: int = setting(
+        COUNT, 0, "difficulty at the end; for percentiles, the number that means all samples"
+    )
+    schedule_type: str = setting(null_or(SCHEDULES, ""), "", "schedule of the difficulty")
     schedule_config: ScheduleConfig = section(ScheduleConfig)
 
 
 def _by_name(**members: Any) -> MappingProxyType[str, Any]:
-    """Settings by the names that the user chose."""
+    """Return settings by the names that the user chose."""
     return MappingProxyType(members)
 
 
 @attrs.frozen(kw_only=True)
 class DataCurriculum:
-    """data_efficiency.data_sampling.curriculum_learning: samples in the order of their difficulty."""
+    """data_efficiency.data_sampling.curriculum_learning: samples in order of difficulty."""
 
     enabled: bool = setting(TRUTH, False, "hold back samples that are too difficult for the step")
     curriculum_metrics: Mapping[str, CurriculumMetric] = named_members(section_of(CurriculumMetric), _by_name)
@@ -73,39 +77,39 @@ class DataCurriculum:
 
 @attrs.frozen(kw_only=True)
 class DynamicBatchingSection:
-    """data_efficiency.data_sampling.dynamic_batching: batches of as many samples as fit."""
+    """data_efficiency.data_sampling.dynamic_batching: batches by number of tokens."""
 
-    enabled: bool = setting(TRUTH, False, "make micro-batches by their number of tokens")
+    enabled: bool = setting(TRUTH, False, "form micro-batches by number of tokens")
     metrics_path: str = setting(
-        null_or(TEXT, ""), "", "tokens of each sample (.npy); empty: all samples are read once"
+        null_or(TEXT, ""), "", "tokens of each sample (.npy); empty: every sample is read once to count them"
     )
     lr_scaling_method: str = setting(
-        choice("linear", "sqrt", "none", fold=str.lower), "linear", "learning rate by the size of the batch"
+        choice("linear", "sqrt", "none", fold=str.lower), "linear", "scaling of the learning rate with the batch size"
     )
-    min_batch_size: int = setting(whole(1), 1, "samples of a micro-batch; fewer are left out")
-    max_batch_size: int = setting(null_or(COUNT, 0), 0, "samples of a micro-batch at most; 0: as many as fit")
+    min_batch_size: int = setting(whole(1), 1, "least samples of a micro-batch; smaller ones are left out")
+    max_batch_size: int = setting(null_or(COUNT, 0), 0, "most samples of a micro-batch; 0: as many as fit")
     sequence_picking_order: str = setting(
         choice("dataloader", "random", "seqlen", fold=str.lower), "dataloader", "order in which samples are packed"
     )
-    max_tokens: int = setting(COUNT, 0, "tokens of a micro-batch at most")
+    max_tokens: int = setting(COUNT, 0, "most tokens of a micro-batch")
 
 
 @attrs.frozen(kw_only=True)
 class DataSampling:
-    """data_efficiency.data_sampling."""
+    """data_efficiency.data_sampling: fetching and order of samples."""
 
     enabled: bool = setting(TRUTH, False, "use this section")
-    num_epochs: int = setting(whole(1), 1000, "epochs that one iteration of a curriculum's loader goes on for")
-    num_workers: int = setting(COUNT, 0, "processes that fetch samples; 0: this one")
+    num_epochs: int = setting(whole(1), 1000, "epochs in one iteration over a curriculum's loader")
+    num_workers: int = setting(COUNT, 0, "worker processes that fetch samples; 0: the rank itself")
     pin_memory: bool = setting(TRUTH, False, "page-locked batches")
     curriculum_learning: DataCurriculum = section(
         DataCurriculum,
-        {"data_cluster_path": ignored(TEXT, why="the order is worked out as it is needed, without files")},
+        {"data_cluster_path": ignored(TEXT, why="the order is computed on demand, without files")},
         switch="enabled",
     )
     dynamic_batching: DynamicBatchingSection = section(
         DynamicBatchingSection,
-        {"verbose": ignored(TRUTH, False, why="what matters is logged in any case")},
+        {"verbose": ignored(TRUTH, False, why="the important events are always logged")},
         switch="enabled",
     )
 
@@ -120,25 +124,25 @@ class LtdScheduleConfig:
 
 @attrs.frozen(kw_only=True)
 class LtdSchedule:
-    """random_ltd.random_ltd_schedule: tokens that the layers see."""
+    """random_ltd.random_ltd_schedule: number of tokens that the layers process."""
 
     min_value: int = setting(COUNT, 0, "tokens at the start")
-    max_value: int = setting(COUNT, 0, "tokens at the end; sequences that are not longer are left alone")
-    schedule_type: str = setting(choice("fixed_linear"), "fixed_linear", "law of the growth")
+    max_value: int = setting(COUNT, 0, "tokens at the end; shorter sequences are not changed")
+    schedule_type: str = setting(choice("fixed_linear"), "fixed_linear", "schedule of the number of tokens")
     schedule_config: LtdScheduleConfig = section(LtdScheduleConfig)
 
 
 @attrs.frozen(kw_only=True)
 class RandomLtdSection:
-    """data_efficiency.data_routing.random_ltd: some layers see a random part of the tokens."""
+    """data_efficiency.data_routing.random_ltd: some layers process a random subset of the tokens."""
 
-    enabled: bool = setting(TRUTH, False, "let the named layers skip tokens")
-    total_layer_num: int = setting(COUNT, 0, "layers of the model: the length of the list that they are in")
-    random_ltd_layer_num: int = setting(COUNT, 0, "how many are named; checked")
-    random_ltd_layer_id: tuple[int, ...] = setting(COUNTS, (), "their places in that list, from 0")
-    model_mask_name: str = setting(null_or(TEXT, ""), "", "keyword of the attention mask of a layer; empty: none")
+    enabled: bool = setting(TRUTH, False, "let the listed layers skip tokens")
+    total_layer_num: int = setting(COUNT, 0, "layers of the model: the length of its module list")
+    random_ltd_layer_num: int = setting(COUNT, 0, "number of listed layers; checked")
+    random_ltd_layer_id: tuple[int, ...] = setting(COUNTS, (), "indices of the layers in that list, from 0")
+    model_mask_name: str = setting(null_or(TEXT, ""), "", "keyword argument of a layer's attention mask; empty: none")
     model_type: str = setting(
-        choice("decoder", "encoder"), "decoder", "decoder: a mask that all samples share is causal"
+        choice("decoder", "encoder"), "decoder", "decoder: a mask without a batch dimension is causal"
     )
     hidden_state_order: str = setting(
         choice("batch_seq_dim", "seq_batch_dim"), "batch_seq_dim", "axes of the hidden state"
@@ -148,21 +152,21 @@ class RandomLtdSection:
 
 @attrs.frozen(kw_only=True)
 class DataRouting:
-    """data_efficiency.data_routing."""
+    """data_efficiency.data_routing: routing of tokens."""
 
     enabled: bool = setting(TRUTH, False, "use this section")
     random_ltd: RandomLtdSection = section(
         RandomLtdSection,
-        {"layer_token_lr_schedule": unavailable("a learning rate by layer tokens", {}, is_open=True)},
+        {"layer_token_lr_schedule": unavailable("a learning rate by number of layer tokens", {}, is_open=True)},
         switch="enabled",
     )
 
 
 @attrs.frozen(kw_only=True)
 class DataEfficiency:
-    """data_efficiency."""
+    """data_efficiency: sampling and routing of data."""
 
-    enabled: bool = setting(TRUTH, False, "use data_sampling and data_routing; the seed counts in any case")
+    enabled: bool = setting(TRUTH, False, "use data_sampling and data_routing; the seed always has an effect")
     seed: int = setting(COUNT, 1234, "seed of the order of samples")
     data_sampling: DataSampling = section(DataSampling, switch="enabled")
     data_routing: DataRouting = section(DataRouting, switch="enabled")

@@ -31,17 +31,19 @@ from zengine.config.grammar.table import (
     setting,
 )
 
-GIVEN_AS_ARGUMENT = "process groups are arguments of initialize(), mesh= or mpu=. Groups in a config"
+GIVEN_AS_ARGUMENT = "process groups are arguments of initialize() (mesh=, mpu=); a group in the config"
 
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 
 
 @attrs.frozen(kw_only=True)
 class TensorRanks:
-    """tensor_parallel.tp: DeepSpeed's second way to say the size."""
+    """tensor_parallel.tp: DeepSpeed's second key for the degree."""
 
-    tp_size: int = setting(whole(1), 1, "the same as autotp_size")
-    tp_grain_size: int = setting(whole(1), 1, "columns that stay together where there are no heads", plan="grain")
+    tp_size: int = setting(whole(1), 1, "same as autotp_size")
+    tp_grain_size: int = setting(
+        whole(1), 1, "granularity of the split of layers without heads, in columns", plan="grain"
+    )
 
 
 TENSOR_RANKS: dict[str, Row] = {
@@ -52,91 +54,91 @@ TENSOR_RANKS: dict[str, Row] = {
 
 @attrs.frozen(kw_only=True)
 class LayerSpec:
-    """A member of tensor_parallel.partition_config.layer_specs; zpartition.tensor.read_layer_specs reads it."""
+    """Member of tensor_parallel.partition_config.layer_specs; zpartition.tensor.read_layer_specs reads it."""
 
-    patterns: tuple[Any, ...] = setting(LIST, (), "regular expressions over names of weights")
-    partition_type: str = setting(choice("column", "row", "skip"), "column", "which side of the weight is shared out")
+    patterns: tuple[Any, ...] = setting(LIST, (), "regular expressions for names of weights")
+    partition_type: str = setting(choice("column", "row", "skip"), "column", "dimension of the weight that is split")
     shape: tuple[Any, ...] = setting(LIST, (), "[n, -1]: n equal blocks of rows; [[a, b], -1]: blocks of these sizes")
-    partition_dim: int = setting(COUNT, 0, "of `shape`; 0")
-    model_types: tuple[Any, ...] = setting(null_or(LIST, ()), (), "only for models of these types; none: for all")
-    gather_output: bool = setting(TRUTH, False, "every rank gets all outputs of a column layer")
+    partition_dim: int = setting(COUNT, 0, "dimension of `shape` that is split; 0")
+    model_types: tuple[Any, ...] = setting(null_or(LIST, ()), (), "model types that the spec applies to; empty: all")
+    gather_output: bool = setting(TRUTH, False, "all-gather the outputs of a column layer")
 
 
 LAYER_SPEC: dict[str, Row] = {
-    "grad_allreduce": ignored(TRUTH, True, why="gradients are summed where they have to be"),
+    "grad_allreduce": ignored(TRUTH, True, why="gradients are summed where required"),
 }
 
 
 def _values(**members: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Specs that were given under names."""
+    """Return specs that were given under names."""
     return tuple(members.values())
 
 
 @attrs.frozen(kw_only=True)
 class PartitionConfig:
-    """tensor_parallel.partition_config: layers and how they are split, by name."""
+    """tensor_parallel.partition_config: split of layers, by name."""
 
     use_default_specs: bool = setting(
-        TRUTH, True, "layers that no spec names are split as the model itself suggests", plan="completes"
+        TRUTH, True, "split layers without a spec by the model's own or inferred plan", plan="completes"
     )
-    strict_mode: bool = setting(TRUTH, False, "a linear layer that nothing names is an error", plan="is_strict")
+    strict_mode: bool = setting(
+        TRUTH, False, "reject a model with linear layers that neither a spec nor the plan covers", plan="is_strict"
+    )
     layer_specs: tuple[LayerSpec, ...] = named_members(section_of(LayerSpec, LAYER_SPEC), _values, in_order=True)
 
 
 @attrs.frozen(kw_only=True)
 class TensorParallel:
-    """tensor_parallel: layers split over ranks that see the same samples."""
+    """tensor_parallel: layers split over ranks that process the same samples."""
 
-    autotp_size: int = setting(COUNT, 0, "ranks that share the layers of one copy; 0 and 1: every rank has all")
+    autotp_size: int = setting(COUNT, 0, "tensor-parallel degree; 0 and 1: layers are not split")
     tp: TensorRanks = section(TensorRanks, TENSOR_RANKS)
     partition_config: PartitionConfig = section(PartitionConfig)
     vocab_parallel_lm_head: bool = setting(
         null_or(TRUTH, False),
         False,
-        "split embeddings and the output layer of an inferred plan too",
+        "also split embeddings and the output layer of an inferred plan",
         plan="splits_vocabulary",
     )
 
 
 TENSOR_PARALLEL: dict[str, Row] = {
-    "tp_overlap_comm": ignored(TRUTH, False, why="messages of split layers are waited for"),
-    "preset_model": ignored(
-        null_or(choice(*PRESETS), None), None, why="plans are read off the model itself, whatever its family"
-    ),
+    "tp_overlap_comm": ignored(TRUTH, False, why="communication of split layers is synchronous"),
+    "preset_model": ignored(null_or(choice(*PRESETS), None), None, why="the plan is inferred from the model"),
     "dtype": ignored(DTYPE, why='the sections "bf16" and "fp16" decide'),
-    "keep_module_on_host": fixed(TRUTH, False, why="splitting a model before it is on the device"),
+    "keep_module_on_host": fixed(TRUTH, False, why="splitting a model on the host"),
     "vocab_parallel_ce_backend": fixed(
-        choice("torch", "liger"), "torch", why="liger's cross-entropy over a split vocabulary"
+        choice("torch", "liger"), "torch", why="Liger's vocabulary-parallel cross-entropy"
     ),
 }
 
-ROUTER_DECIDES = "the model's own router and experts compute, wherever the experts are"
+ROUTER_DECIDES = "the model's own router and experts compute"
 
 EXPERT_PARALLEL: dict[str, Row] = {
     "expert_tensor_parallel_size": fixed(
         whole(1),
         1,
-        why="splitting each expert of a block that is not ours",
+        why="tensor parallelism inside the experts of another library's block",
         hint="Set it to 1, or build the layers as MoE(..., enable_expert_tensor_parallelism=True).",
     ),
     "load_balance_coeff": fixed(
         ANYTHING,
         None,
         0,
-        why="a balancing bias in routers that are not ours",
+        why="a balancing bias in another library's router",
         hint="Leave it out, or call layer.gate.balance_by_bias(rate) on MoE layers.",
     ),
-    "comm_backend": fixed(TEXT, "comm", why="another exchange of tokens than torch.distributed's"),
+    "comm_backend": fixed(TEXT, "comm", why="a token exchange other than torch.distributed's"),
     "router_pattern": fixed(
-        null_or(TEXT, ""), "", why="replacing routers", hint="Leave it out: routers stay as they are."
+        null_or(TEXT, ""), "", why="replacing routers", hint="Leave it out; the model's routers are kept."
     ),
     "expert_pattern": fixed(
         null_or(TEXT, ""),
         "",
-        why="naming experts by a pattern",
-        hint="Leave it out: stacks of experts are found by their shapes (moe_layer_pattern chooses layers).",
+        why="finding experts by a pattern",
+        hint="Leave it out; stacked experts are found by their shapes (moe_layer_pattern selects layers).",
     ),
-    "preset_model": ignored(null_or(TEXT, ""), "", why="experts are found by their shapes, in any model"),
+    "preset_model": ignored(null_or(TEXT, ""), "", why="experts are found by their shapes"),
     **all_ignored(
         ROUTER_DECIDES,
         use_grouped_mm=TRUTH,
@@ -166,16 +168,16 @@ EXPERT_PARALLEL: dict[str, Row] = {
 
 @attrs.frozen(kw_only=True)
 class ExpertParallel:
-    """expert_parallel: the experts of MoE layers shared out over ranks that see different samples."""
+    """expert_parallel: experts of MoE layers distributed over ranks that process different samples."""
 
-    enabled: bool = setting(TRUTH, False, "share the experts out; MoE layers made with an ep_size are without it")
+    enabled: bool = setting(TRUTH, False, "distribute the experts; MoE layers with an ep_size do not need it")
     autoep_size: int = setting(
-        whole(1), 1, "ranks that hold the experts of one layer together", plan="degrees.expert"
+        whole(1), 1, "expert-parallel degree: ranks that together hold the experts of a layer", plan="degrees.expert"
     )
     moe_layer_pattern: str | None = setting(
         null_or(TEXT, ""),
         "",
-        "regular expression found in the paths of the layers to share out; empty: all",
+        "regular expression for the paths of the MoE layers; empty: all",
         plan="expert_layers",
     )
 
@@ -187,9 +189,9 @@ def _read_stages(value: object) -> int:
 STAGES = ValueKind('a whole number >= 1, or "auto"', _read_stages, literal(COUNT, "auto").json_schema)
 
 PIPELINE: dict[str, Row] = {
-    "pipe_partitioned": ignored(TRUTH, True, why="stages hand whole activations to each other"),
-    "grad_partitioned": ignored(TRUTH, True, why="stages hand whole gradients to each other"),
-    "use_reentrant": ignored(TRUTH, True, why="layers are computed again without re-entering autograd"),
+    "pipe_partitioned": ignored(TRUTH, True, why="stages send whole activations"),
+    "grad_partitioned": ignored(TRUTH, True, why="stages send whole gradients"),
+    "use_reentrant": ignored(TRUTH, True, why="layers are recomputed without re-entering autograd"),
 }
 
 
@@ -198,40 +200,40 @@ OF_THE_MODULE = "(the PipelineModule's)"
 
 @attrs.frozen(kw_only=True)
 class Pipeline:
-    """pipeline: of a model that is a PipelineModule, which is cut before there is a config."""
+    """pipeline: settings of a PipelineModule, which is partitioned before the config is read."""
 
     stages: int = setting(
-        STAGES, 0, 'ranks along the model\'s depth; "auto" (0): as the PipelineModule was made', empty=OF_THE_MODULE
+        STAGES, 0, 'pipeline-parallel degree; "auto" (0): that of the PipelineModule', empty=OF_THE_MODULE
     )
     partition: str = setting(
-        null_or(TEXT, ""), "", "what its partition_method has to be; empty: whatever it is", empty=OF_THE_MODULE
+        null_or(TEXT, ""), "", "expected partition_method; empty: not checked", empty=OF_THE_MODULE
     )
-    seed_layers: bool = setting(TRUTH, False, "whether its layers have seeds of their own; checked where it is given")
+    seed_layers: bool = setting(TRUTH, False, "expected seed_layers of the PipelineModule; checked if given")
     activation_checkpoint_interval: int = setting(
         whole(0),
         0,
-        "layers that are computed again together in backward; 0: as the PipelineModule says",
+        "layers per checkpointed segment, recomputed in backward; 0: that of the PipelineModule",
         empty=OF_THE_MODULE,
     )
     # Ours: DeepSpeed has 1F1B.
-    schedule: str = setting(
-        choice("1f1b", "gpipe", "interleaved", "zero_bubble"), "1f1b", "in which order micro-batches are worked on"
-    )
+    schedule: str = setting(choice("1f1b", "gpipe", "interleaved", "zero_bubble"), "1f1b", "pipeline schedule")
 
 
 @attrs.frozen(kw_only=True)
 class ActivationCheckpointing:
-    """activation_checkpointing: how blocks that are checkpointed keep their inputs."""
+    """activation_checkpointing: storage of the inputs of checkpointed blocks."""
 
-    partition_activations: bool = setting(TRUTH, False, "each tensor rank keeps a part of what all of them have")
-    cpu_checkpointing: bool = setting(TRUTH, False, "they wait in memory of the host")
-    contiguous_memory_optimization: bool = setting(TRUTH, False, "in one piece of memory, made at the first")
-    number_checkpoints: int = setting(null_or(COUNT, 0), 0, "how many inputs of a size that piece holds")
-    synchronize_checkpoint_boundary: bool = setting(TRUTH, False, "wait for the device before and after each block")
-    profile: bool = setting(TRUTH, False, "log the time of each block, forwards and again")
-    # Ours: with DeepSpeed the model's code says which.
+    partition_activations: bool = setting(TRUTH, False, "split the inputs over the tensor-parallel ranks")
+    cpu_checkpointing: bool = setting(TRUTH, False, "keep the inputs in host memory")
+    contiguous_memory_optimization: bool = setting(TRUTH, False, "keep the inputs in one buffer, allocated once")
+    number_checkpoints: int = setting(null_or(COUNT, 0), 0, "number of inputs of each size in that buffer")
+    synchronize_checkpoint_boundary: bool = setting(
+        TRUTH, False, "synchronize the device before and after each block"
+    )
+    profile: bool = setting(TRUTH, False, "log the time of each block's forward and recomputation")
+    # Ours: with DeepSpeed the model's code chooses the blocks.
     modules: tuple[str, ...] = setting(
-        NAMES, (), "blocks that are checkpointed, by patterns of their names", empty="(those that the model says)"
+        NAMES, (), "name patterns of the blocks to checkpoint", empty="(those in the model's code)"
     )
 
 

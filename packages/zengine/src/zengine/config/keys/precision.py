@@ -45,19 +45,21 @@ class Fp16:
 
     enabled: bool = setting(TRUTH, False, "train in float16")
     auto_cast: bool = setting(TRUTH, False, "cast floating inputs of forward to float16")
-    loss_scale: float = setting(number(0), 0.0, "factor on the loss; 0 = dynamic")
+    loss_scale: float = setting(number(0), 0.0, "static loss scale; 0: dynamic")
     initial_scale_power: int = setting(
-        whole(0, 126), 16, "a dynamic scale starts at 2 to this power", plan="initial", show=_start
+        whole(0, 126), 16, "initial dynamic scale: 2 to this power", plan="initial", show=_start
     )
-    loss_scale_window: int = setting(whole(1), 1000, "clean steps before a dynamic scale doubles", plan="window")
-    hysteresis: int = setting(whole(1), 2, "overflows tolerated before the scale halves")
-    consecutive_hysteresis: bool = setting(TRUTH, False, "a clean step refills the hysteresis")
-    min_loss_scale: float = setting(number(above=0), 1.0, "a dynamic scale never falls below this", plan="floor")
-    fp16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; states stay float32")
+    loss_scale_window: int = setting(
+        whole(1), 1000, "steps without overflow before a dynamic scale doubles", plan="window"
+    )
+    hysteresis: int = setting(whole(1), 2, "overflows before a dynamic scale halves")
+    consecutive_hysteresis: bool = setting(TRUTH, False, "a step without overflow resets the hysteresis")
+    min_loss_scale: float = setting(number(above=0), 1.0, "lower bound of a dynamic scale", plan="floor")
+    fp16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; optimizer states stay float32")
 
 
 BF16: dict[str, Row] = {
-    "immediate_grad_update": ignored(TRUTH, True, why="gradients are accumulated at once anyway"),
+    "immediate_grad_update": ignored(TRUTH, True, why="gradients are always accumulated immediately"),
 }
 
 BFLOAT16 = renamed(MAPPING, "bf16")
@@ -67,102 +69,106 @@ BFLOAT16 = renamed(MAPPING, "bf16")
 class Bf16:
     """bf16: bfloat16 training."""
 
-    enabled: bool | str = setting(literal(TRUTH, "auto"), False, 'train in bfloat16; "auto": where it is faster')
-    check_grad_overflow: bool = setting(TRUTH, True, "leave out an update with non-finite gradients")
-    bf16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; states stay float32")
+    enabled: bool | str = setting(
+        literal(TRUTH, "auto"), False, 'train in bfloat16; "auto": if it is faster on this device'
+    )
+    check_grad_overflow: bool = setting(TRUTH, True, "skip updates with non-finite gradients")
+    bf16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; optimizer states stay float32")
     bf16_optimizer_states: bool = setting(
-        TRUTH, False, "beside bf16 masters: optimizer states in bf16 too", plan="narrow_states"
+        TRUTH, False, "with bf16 masters: bf16 optimizer states", plan="narrow_states"
     )
 
 
 @attrs.frozen(kw_only=True)
 class DataTypes:
-    """data_types: dtypes that precision does not already decide."""
+    """data_types: dtypes that fp16 and bf16 do not determine."""
 
     grad_accum_dtype: str = setting(
         null_or(DTYPE, ""),
         "",
-        "dtype of the gradient accumulators; default: masters'",
+        "dtype of the gradient accumulators; default: that of the masters",
         plan="accumulate",
         empty="(each parameter's)",
     )
     param_dtype: str = setting(
         null_or(DTYPE, ""),
         "",
-        "dtype of the weights; default: what fp16 or bf16 say, else the model's own",
+        "dtype of the weights; default: that of fp16 or bf16, else the model's",
         plan="param",
         empty="(the model's)",
     )
     buffer_dtype: str = setting(
         null_or(DTYPE, ""),
         "",
-        "dtype of floating buffers; default: they keep theirs",
+        "dtype of floating-point buffers; default: unchanged",
         plan="buffer",
         empty="(each buffer's)",
     )
-    # DeepSpeed keeps buffers only; here parameters stay too.
+    # DeepSpeed keeps buffers only; here parameters as well.
     keep_in_fp32_modules: tuple[str, ...] | str = setting(
         literal(NAMES, "auto"),
         "auto",
-        "what stays float32, by parts of names; auto: what a Transformers model lists",
+        "substrings of names that stay float32; auto: the lists of a Transformers model",
         empty="(none)",
     )
 
 
 @attrs.frozen(kw_only=True)
 class Autocast:
-    """torch_autocast: float32 weights; torch chooses for each operation whether it runs in the lower dtype."""
+    """torch_autocast: float32 weights; torch.autocast chooses the dtype of each operation."""
 
     enabled: bool = setting(TRUTH, False, "run forward under torch.autocast")
-    # torch's own default is float16 on a GPU, where DeepSpeed then scales no loss.
+    # torch's own default is float16 on a GPU, for which DeepSpeed does not scale the loss.
     dtype: str = setting(null_or(HALF, "bfloat16"), "bfloat16", "the lower dtype", plan="autocast")
     lower_precision_safe_modules: tuple[str, ...] = setting(
         null_or(NAMES, SAFE_MODULES),
         SAFE_MODULES,
-        "classes whose parameters' gradients travel in the lower dtype",
+        "module classes whose gradients are reduced in the lower dtype",
         empty="(none)",
     )
-    # Ours: for DeepSpeed it is always dynamic.
-    loss_scale: float = setting(number(0), 0.0, "factor on the loss with fp16; 0 = dynamic")
+    # Ours: DeepSpeed's is always dynamic.
+    loss_scale: float = setting(number(0), 0.0, "static loss scale with fp16; 0: dynamic")
 
 
-_CHOSEN = "torch.autocast has its own rules for each operation"
+_CHOSEN = "torch.autocast has its own rules per operation"
 
 AMP_OTHERS: dict[str, Row] = {
     "patch_torch_functions": ignored(null_or(TRUTH, None), None, True, why=_CHOSEN),
     "keep_batchnorm_fp32": ignored(
-        null_or(literal(TRUTH, "True", "False"), None), None, True, "True", why="weights are float32 anyway"
+        null_or(literal(TRUTH, "True", "False"), None), None, True, "True", why="weights are always float32"
     ),
-    "master_weights": ignored(null_or(TRUTH, None), None, True, why="weights are float32 anyway"),
+    "master_weights": ignored(null_or(TRUTH, None), None, True, why="weights are always float32"),
     "cast_model_type": ignored(null_or(DTYPE, None), None, why="weights stay float32"),
-    "cast_model_outputs": ignored(null_or(DTYPE, None), None, why="outputs are what the model returns"),
+    "cast_model_outputs": ignored(null_or(DTYPE, None), None, why="outputs are not cast"),
     "num_losses": ignored(null_or(number(0), None), None, why="one loss scale serves all losses"),
-    "verbosity": ignored(null_or(number(0), None), None, why="what was done is said once"),
+    "verbosity": ignored(null_or(number(0), None), None, why="the conversion is logged once"),
     "min_loss_scale": ignored(null_or(number(0), None), None, why="a dynamic scale stays above 1"),
-    "max_loss_scale": ignored(null_or(number(0), None), None, why="a dynamic scale has no ceiling"),
+    "max_loss_scale": ignored(null_or(number(0), None), None, why="a dynamic scale has no upper bound"),
 }
 
 
 @attrs.frozen(kw_only=True)
 class Amp:
-    """amp: NVIDIA Apex, which its authors gave up; read as torch_autocast."""
+    """amp: NVIDIA Apex, which is deprecated; read as torch_autocast."""
 
-    enabled: bool = setting(TRUTH, False, "Apex's mixed precision, carried out by torch.autocast")
+    enabled: bool = setting(TRUTH, False, "Apex's mixed precision, run by torch.autocast")
     opt_level: str = setting(
         choice(*LEVELS, fold=str.upper), "O1", "O0: float32; O1, O2, O3: torch_autocast in fp16", plan="amp_level"
     )
     loss_scale: float | str = setting(
-        null_or(literal(number(0), "dynamic"), "dynamic"), "dynamic", 'factor on the loss, or "dynamic"'
+        null_or(literal(number(0), "dynamic"), "dynamic"), "dynamic", 'static loss scale, or "dynamic"'
     )
 
 
 @attrs.frozen(kw_only=True)
 class Float8:
-    """fp8, a section of ours: linear layers whose products run in 8-bit floats, on devices that have them."""
+    """fp8, ours: linear layers with 8-bit floating-point matrix products."""
 
-    enabled: bool = setting(TRUTH, False, "multiply in 8-bit floats; needs an NVIDIA GPU from Ada on")
-    modules: tuple[str, ...] = setting(NAMES, ("*",), "linear layers, by parts of their names; * is anything")
-    exclude: tuple[str, ...] = setting(NAMES, ("lm_head",), "linear layers that stay as they are", empty="(none)")
+    enabled: bool = setting(TRUTH, False, "8-bit matrix products; needs an NVIDIA GPU from Ada on")
+    modules: tuple[str, ...] = setting(NAMES, ("*",), "substrings of the linear layers' names; * matches anything")
+    exclude: tuple[str, ...] = setting(
+        NAMES, ("lm_head",), "substrings of the names of layers that are not converted", empty="(none)"
+    )
 
 
 @attrs.frozen(kw_only=True, slots=False)

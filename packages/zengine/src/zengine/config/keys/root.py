@@ -1,8 +1,8 @@
-"""The whole table: every key that a config may hold, in one tree.
+"""Table of all keys that a config may contain, as one tree.
 
-`Settings` holds the honoured keys with their values.  `ROOT` is data: `structure` reads a document by it, and the
-suggestions, CONFIG.md, the JSON Schema and the tests walk it.  Each module of this folder has a class of its keys of
-the top level, and `Settings` joins them (without slots, which Python does not join).
+`Settings` has the values of the honoured keys.  `ROOT` is data: `structure` reads a document by it, and the
+suggestions, CONFIG.md, the JSON Schema and the tests walk it.  Each module of this folder has a class for its keys of
+the top level; `Settings` inherits from all of them (without slots, which Python cannot merge).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Settings(
     TrainingKeys,
     RunKeys,
 ):
-    """The top level of a config; fields are in the order of the bases from the last to the first."""
+    """Top level of a config; fields are in the order of the bases from the last to the first."""
 
 
 ROOT = section_of(Settings, {**training.OTHERS, **precision.OTHERS, **checkpoint.OTHERS, **absent.OTHERS})

@@ -1,8 +1,8 @@
 """Keys of the run as a whole: batch sizes, gradients, optimizer, schedule, start and end.
 
-Conventions of all settings classes: names, types and meanings are DeepSpeed's, so that a config can move in both
-directions.  Defaults are too, except where a comment says otherwise.  An empty name or a zero stands for "not given"
-where a value is derived later; `Config.given` says whether a default was written.
+Conventions of all settings classes: names, types and meanings are DeepSpeed's, so that a config is portable in both
+directions.  So are the defaults, unless a comment states otherwise.  An empty name or a zero stands for "not given"
+where a value is derived later; `Config.given` tells whether a default was written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def _read_interval(value: object) -> int:
-    """Steps between prints; integrations write infinity, or null, for never."""
+    """Return the steps between prints; integrations write infinity, or null, for never."""
     if value is None or value == math.inf:
         return 0
     interval: int = COUNT.read(value)
@@ -44,35 +44,39 @@ INTERVAL = ValueKind("a whole number >= 0", _read_interval, {"anyOf": [COUNT.jso
 
 @attrs.frozen(kw_only=True)
 class Optimizer:
-    """optimizer: built by name; without it the caller brings one."""
+    """optimizer: built by name."""
 
-    type: str = setting(TEXT, "", "name of the optimizer; empty: the caller brings one", empty="(none in the config)")
+    type: str = setting(
+        TEXT, "", "name of the optimizer; empty: passed to initialize()", empty="(none in the config)"
+    )
     params: Mapping[str, Any] = setting(MAPPING, {}, "keyword arguments of the optimizer")
 
 
 @attrs.frozen(kw_only=True)
 class Scheduler:
-    """scheduler: learning-rate schedule built by name."""
+    """scheduler: learning-rate schedule, built by name."""
 
-    type: str = setting(TEXT, "", "name of the schedule; empty: none, or the caller's", empty="(none in the config)")
+    type: str = setting(
+        TEXT, "", "name of the schedule; empty: none, or passed to initialize()", empty="(none in the config)"
+    )
     params: Mapping[str, Any] = setting(MAPPING, {}, "keyword arguments of the schedule")
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class RunKeys:
-    """Keys of the top level that need no resolving: `Plan` has the same fields."""
+    """Keys of the top level that need no resolution: `Plan` has the same fields."""
 
     config_version: str = setting(
         TEXT,
         "",
-        "release whose defaults hold for keys that are left out; see versions.py",
+        "release whose defaults apply to absent keys",
         empty="(present defaults)",
     )
     dump_state: bool = setting(TRUTH, False, "print the resolved plan at start")
     log_level: str = setting(
         null_or(choice(*LEVELS, fold=str.lower), ""),
         "",
-        "level of the loggers; empty: left alone",
+        "level of the loggers; empty: unchanged",
         empty="(unchanged)",
     )
 
@@ -89,54 +93,68 @@ class TrainingKeys:
     )
     gradient_accumulation_steps: int = setting(BATCH, 0, "micro-steps per optimizer step", plan="batch.accumulation")
     managed_gradient_accumulation: bool = setting(
-        TRUTH, True, "count micro-steps to find the boundaries; else every step() is one", plan="managed_accumulation"
+        TRUTH,
+        True,
+        "count micro-steps to find the boundaries; false: every step() is one",
+        plan="managed_accumulation",
     )
-    dataloader_drop_last: bool = setting(TRUTH, False, "leave out the last, partial batch", plan="data.drop_last")
-    # Ours: DeepSpeed leaves the copy to the loop.
+    dataloader_drop_last: bool = setting(
+        TRUTH, False, "drop the last, partial batch of an epoch", plan="data.drop_last"
+    )
+    # Ours: with DeepSpeed the loop copies.
     dataloader_prefetch: int = setting(
-        COUNT, 1, "batches on the device ahead of their use; 0: they stay on the host", plan="data.prefetch"
+        COUNT, 1, "batches copied to the device ahead of use; 0: batches stay on the host", plan="data.prefetch"
     )
     gradient_clipping: float = setting(
-        number(0), 1.0, "global L2 norm to clip to; 0 = off", plan="clip_norm", empty="off"
+        number(0), 1.0, "maximum global L2 norm of the gradients; 0: off", plan="clip_norm", empty="off"
     )
     prescale_gradients: bool = setting(
-        TRUTH, False, "divide by the replicas before the reduction", plan="zero.averaging.prescale"
+        TRUTH,
+        False,
+        "divide gradients by the number of replicas before the reduction",
+        plan="zero.averaging.prescale",
     )
     gradient_predivide_factor: float = setting(
-        number(above=0), 1.0, "part of the division done before it", plan="zero.averaging.predivide"
+        number(above=0),
+        1.0,
+        "divisor before the reduction; the rest of the division follows it",
+        plan="zero.averaging.predivide",
     )
-    sparse_gradients: bool = setting(TRUTH, False, "exchange rows of nn.Embedding(sparse=True) in place of all of it")
+    sparse_gradients: bool = setting(TRUTH, False, "reduce only the used rows of nn.Embedding(sparse=True)")
     gradient_allreduce_op: str = setting(
-        choice("mean", "sum"), "mean", "how replicas' gradients combine", plan="zero.averaging.operation"
+        choice("mean", "sum"), "mean", "reduction of gradients over replicas", plan="zero.averaging.operation"
     )
     communication_data_type: str = setting(
         null_or(DTYPE, ""),
         "",
-        "dtype on the wire; default: the model's",
+        "dtype of gradients in collectives; default: that of the model",
         plan="precision.reduce",
         empty="(each parameter's)",
     )
     data_parallel_size: int = setting(BATCH, 0, "expected number of replicas; checked", plan="batch.replicas")
     sequence_parallel_size: int = setting(
-        whole(1), 1, "ranks that share the tokens of each sample", plan="parallel.degrees.sequence"
+        whole(1),
+        1,
+        "sequence-parallel degree: ranks that share the tokens of each sample",
+        plan="parallel.degrees.sequence",
     )
-    disable_python_gc: bool = setting(TRUTH, False, "switch Python's cyclic collector off while the engine lives")
+    disable_python_gc: bool = setting(
+        TRUTH, False, "disable Python's cyclic garbage collector while the engine is open"
+    )
     optimizer: Optimizer = section(
-        Optimizer, {"legacy_fusion": ignored(TRUTH, False, why="there is one fusion, and it is always on")}
+        Optimizer, {"legacy_fusion": ignored(TRUTH, False, why="kernels are always fused")}
     )
     scheduler: Scheduler = section(Scheduler)
 
 
 ALWAYS_OFFERED = "every torch optimizer is accepted"
 OTHERS: dict[str, Row] = {
-    "use_data_before_expert_parallelism": fixed(
-        TRUTH, False, why="sharing experts out over ranks that are no neighbours"
-    ),
+    "use_data_before_expert_parallelism": fixed(TRUTH, False, why="distributing experts over non-consecutive ranks"),
     "vocabulary_size": ignored(null_or(COUNT, 0), why="it only asks for advice on padding"),
     "seq_parallel_communication_data_type": ignored(
-        DTYPE, why="gradients of sequence ranks travel with the others', as communication_data_type says"
+        DTYPE, why="communication_data_type applies to gradients of sequence ranks as well"
     ),
-    "disable_allgather": ignored(TRUTH, False, why="it lost its meaning before this engine existed"),
+    "disable_allgather": ignored(TRUTH, False, why="it is obsolete"),
     "zero_allow_untested_optimizer": ignored(TRUTH, True, why=ALWAYS_OFFERED),
     "zero_force_ds_cpu_optimizer": ignored(TRUTH, False, why=ALWAYS_OFFERED),
 }

@@ -1,4 +1,4 @@
-"""Keys of ZeRO: stages, collectives, offload, and the reading and writing of files."""
+"""Keys of ZeRO: stages, collectives, offload, file I/O."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ OFFLOAD = ValueKind('"none", "cpu", "nvme" or null', _read_offload, {"enum": ["n
 
 @attrs.frozen(kw_only=True)
 class LeafModule:
-    """zero_optimization.leaf_module: modules that stage 3 gathers as one, whatever their size."""
+    """zero_optimization.leaf_module: modules that stage 3 gathers as one unit, regardless of size."""
 
-    classes: tuple[str, ...] = setting(NAMES, (), "their classes, with or without the path", empty="(none)")
-    names: tuple[str, ...] = setting(NAMES, (), "their paths in the model", empty="(none)")
-    name_suffixes: tuple[str, ...] = setting(NAMES, (), "what their paths end with", empty="(none)")
+    classes: tuple[str, ...] = setting(
+        NAMES, (), "classes of the modules, with or without the Python path", empty="(none)"
+    )
+    names: tuple[str, ...] = setting(NAMES, (), "paths of the modules in the model", empty="(none)")
+    name_suffixes: tuple[str, ...] = setting(NAMES, (), "suffixes of the modules' paths", empty="(none)")
 
 
 OVERLAPS = "reads and writes always overlap the update"
@@ -59,43 +61,45 @@ OVERLAPS = "reads and writes always overlap the update"
 OFFLOAD_OPTIMIZER: dict[str, Row] = {
     "pipeline_read": ignored(TRUTH, True, why=OVERLAPS),
     "pipeline_write": ignored(TRUTH, True, why=OVERLAPS),
-    "fast_init": ignored(TRUTH, why="states are written when they are first made"),
-    "cpuadam_cores_perc": ignored(number(0, 1), why="torch's number of threads decides (torch.set_num_threads)"),
+    "fast_init": ignored(TRUTH, why="states are written when they are created"),
+    "cpuadam_cores_perc": ignored(number(0, 1), why="torch.set_num_threads sets the number of threads"),
 }
 
 
 @attrs.frozen(kw_only=True)
 class OffloadOptimizer:
-    """zero_optimization.offload_optimizer: masters, optimizer states and gradients that leave the device."""
+    """zero_optimization.offload_optimizer: offload of masters, optimizer states and gradients."""
 
-    device: str = setting(OFFLOAD, "none", "where they live; on a machine without GPU everything is on the CPU")
+    device: str = setting(OFFLOAD, "none", "where they are stored; without a GPU everything is on the CPU")
     nvme_path: str = setting(
-        null_or(TEXT, ""), "", "folder on a local drive, needed for nvme", plan="directory", empty="(none)"
+        null_or(TEXT, ""), "", "folder on a local drive; required for nvme", plan="directory", empty="(none)"
     )
-    # DeepSpeed's default is false, which makes every copy wait.
+    # DeepSpeed's default is false, which makes every copy synchronous.
     pin_memory: bool = setting(TRUTH, True, "page-locked host memory", plan="pin")
-    ratio: float = setting(number(0, 1), 1.0, "share of the elements whose states leave")
-    buffer_count: int = setting(whole(1), 3, "nvme: step calls whose states are in memory at once, at least 2")
-    super_offload: bool = setting(TRUTH, False, "cpu: update during the last backward, and undo where that was wrong")
+    ratio: float = setting(number(0, 1), 1.0, "fraction of the elements that are offloaded")
+    buffer_count: int = setting(whole(1), 3, "nvme: update groups in memory at a time, at least 2")
+    super_offload: bool = setting(
+        TRUTH, False, "cpu: speculative update during the last backward, rolled back if invalid"
+    )
 
 
 OFFLOAD_PARAM: dict[str, Row] = {
-    "buffer_count": ignored(whole(1), why="stage3_prefetch_bucket_size says how far ahead weights are read"),
-    "buffer_size": ignored(COUNT, why="a buffer is as large as the shard that it holds"),
-    "max_in_cpu": ignored(COUNT, why="shards rest where device says, all of them"),
+    "buffer_count": ignored(whole(1), why="stage3_prefetch_bucket_size sets how far ahead weights are read"),
+    "buffer_size": ignored(COUNT, why="a buffer has the size of its shard"),
+    "max_in_cpu": ignored(COUNT, why="device applies to all shards"),
 }
 
 
 @attrs.frozen(kw_only=True)
 class OffloadParam:
-    """zero_optimization.offload_param: the shards of weights that rest at stage 3."""
+    """zero_optimization.offload_param: offload of weight shards at stage 3."""
 
-    device: str = setting(OFFLOAD, "none", "where they live; on a machine without GPU everything is on the CPU")
+    device: str = setting(OFFLOAD, "none", "where they are stored; without a GPU everything is on the CPU")
     nvme_path: str = setting(
-        null_or(TEXT, ""), "", "folder on a local drive, needed for nvme", plan="directory", empty="(none)"
+        null_or(TEXT, ""), "", "folder on a local drive; required for nvme", plan="directory", empty="(none)"
     )
     pin_memory: bool = setting(
-        TRUTH, True, "page-locked host memory; offload_optimizer's counts where both are on cpu", plan="pin"
+        TRUTH, True, "page-locked host memory; if both are on cpu, offload_optimizer's value applies", plan="pin"
     )
 
 
@@ -121,30 +125,30 @@ LOCO = Section(
 )
 
 ZERO: dict[str, Row] = {
-    "contiguous_gradients": fixed(TRUTH, True, why="an engine without one flat gradient buffer"),
+    "contiguous_gradients": fixed(TRUTH, True, why="training without flat gradient buffers"),
     "reduce_scatter": ignored(TRUTH, True, why="sharded gradients are always reduce-scattered"),
-    "use_multi_rank_bucket_allreduce": ignored(TRUTH, True, why="a bucket may always span several owners"),
+    "use_multi_rank_bucket_allreduce": ignored(TRUTH, True, why="a bucket always may span several owners"),
     "allgather_partitions": ignored(TRUTH, True, why="updated weights are always all-gathered"),
-    "allgather_bucket_size": ignored(whole(1), why="weights are gathered in the buckets of the reduction"),
-    "round_robin_gradients": ignored(TRUTH, False, why="it balances a copy to the host that is not made"),
+    "allgather_bucket_size": ignored(whole(1), why="weights are gathered in the reduction buckets"),
+    "round_robin_gradients": ignored(TRUTH, False, why="there is no copy to the host to balance"),
     "load_from_fp32_weights": fixed(TRUTH, True, why="rebuilding masters from half-precision weights"),
-    "compute_grad_norm": ignored(TRUTH, True, why="every step report holds the norm"),
-    "parameter_alignment": ignored(TRUTH, why="the layout decides the padding"),
+    "compute_grad_norm": ignored(TRUTH, True, why="every step report has the norm"),
+    "parameter_alignment": ignored(TRUTH, why="the layout sets the padding"),
     "elastic_checkpoint": ignored(TRUTH, why="every checkpoint loads at any world size"),
-    "legacy_stage1": fixed(TRUTH, False, why="the old stage 1"),
-    "stage3_module_granularity_threshold": ignored(COUNT, why="units are chosen by size, see stage3_unit_size"),
+    "legacy_stage1": fixed(TRUTH, False, why="the legacy stage 1"),
+    "stage3_module_granularity_threshold": ignored(COUNT, why="stage3_unit_size sets the size of units"),
     "stage3_use_all_reduce_for_fetch_params": ignored(TRUTH, False, why="units are always all-gathered"),
     "stage3_allgather_sequential": ignored(TRUTH, False, why="units are gathered in the order of their use"),
-    "memory_efficient_linear": ignored(TRUTH, True, why="saved weights are addresses for every module"),
-    "override_module_apply": ignored(TRUTH, why="no method of torch is replaced"),
-    "log_trace_cache_warnings": ignored(TRUTH, False, why="a step that goes another way costs no more than time"),
-    "stage3_gather_16bit_weights_on_model_save": ignored(TRUTH, why="saving never needs it"),
+    "memory_efficient_linear": ignored(TRUTH, True, why="autograd saves addresses of weights for every module"),
+    "override_module_apply": ignored(TRUTH, why="no method of torch is patched"),
+    "log_trace_cache_warnings": ignored(TRUTH, False, why="a step with another order of modules is only slower"),
+    "stage3_gather_16bit_weights_on_model_save": ignored(TRUTH, why="whole weights are saved in any case"),
     "zeropp_loco_param": LOCO,
     "mics_shard_size": renamed(whole(-1), "shard_group_size", convert=lambda size: max(size, 0)),
-    "mics_hierarchical_params_gather": ignored(TRUTH, False, why="weights are gathered inside a shard group only"),
-    "pipeline_loading_checkpoint": ignored(TRUTH, False, why="loading streams shards in its own way"),
-    "save_muon_momentum_buffer_in_memory": ignored(TRUTH, False, why="momentum lies where the optimizer's states do"),
-    "enable_sanity_checks": ignored(TRUTH, False, why="the checks of this engine are always on"),
+    "mics_hierarchical_params_gather": ignored(TRUTH, False, why="weights are gathered only inside a shard group"),
+    "pipeline_loading_checkpoint": ignored(TRUTH, False, why="loading always streams shards"),
+    "save_muon_momentum_buffer_in_memory": ignored(TRUTH, False, why="momentum is placed with the optimizer states"),
+    "enable_sanity_checks": ignored(TRUTH, False, why="sanity checks are always on"),
     "zenflow": ZENFLOW,
     "cpu_offload": renamed(TRUTH, "offload_optimizer", "device", convert=lambda on: "cpu" if on else "none"),
     "cpu_offload_param": renamed(TRUTH, "offload_param", "device", convert=lambda on: "cpu" if on else "none"),
@@ -162,50 +166,59 @@ def _or_unlimited(numel: int) -> object:
 
 @attrs.frozen(kw_only=True)
 class Zero:
-    """zero_optimization: what each rank keeps.  `plan` names a field of `zpartition.ZeroPolicy`."""
+    """zero_optimization: sharding and offload.  `plan=` names a field of `zpartition.ZeroPolicy`."""
 
-    stage: int = setting(STAGE, 0, "0: everything; sharded are 1: optimizer states, 2: gradients too, 3: weights too")
-    reduce_bucket_size: int = setting(
-        whole(1), 0, "elements reduced at once; default: derived from the model", plan="bucket_numel", empty=FROM_SIZE
+    stage: int = setting(
+        STAGE, 0, "0: no sharding; 1: optimizer states are sharded; 2: also gradients; 3: also weights"
     )
-    # DeepSpeed's default is false below stage 3; here overlap changes no bit of the result.
-    overlap_comm: bool = setting(null_or(TRUTH, True), True, "reduce while backward still runs", plan="overlap")
+    reduce_bucket_size: int = setting(
+        whole(1),
+        0,
+        "elements of a reduction bucket; default: derived from the model",
+        plan="bucket_numel",
+        empty=FROM_SIZE,
+    )
+    # DeepSpeed's default is false below stage 3; here overlap does not change the result.
+    overlap_comm: bool = setting(null_or(TRUTH, True), True, "overlap the reduction with backward", plan="overlap")
     # Ours: DeepSpeed has no such key. "micro_step" makes stages 0, 1 and 2 equal bit for bit.
-    reduce_at: str = setting(choice("micro_step", "boundary"), "micro_step", "exchange after each backward, or once")
+    reduce_at: str = setting(
+        choice("micro_step", "boundary"), "micro_step", "reduce after each backward, or once per step"
+    )
     ignore_unused_parameters: bool = setting(
-        TRUTH, True, "false: a parameter without gradient is an error", plan="ignore_unused"
+        TRUTH, True, "false: raise if a parameter has no gradient", plan="ignore_unused"
     )
     stage3_prefetch_bucket_size: int = setting(
-        COUNT, 50_000_000, "elements gathered ahead of their use", plan="prefetch_numel"
+        COUNT, 50_000_000, "elements gathered ahead of use", plan="prefetch_numel"
     )
     stage3_param_persistence_threshold: int = setting(
-        COUNT, 100_000, "smaller parameters are never sharded", plan="persist_numel"
+        COUNT, 100_000, "parameters with fewer elements are not sharded", plan="persist_numel"
     )
     stage3_model_persistence_threshold: int = setting(
-        COUNT, sys.maxsize, "elements of all those together", plan="persist_total_numel", show=_or_unlimited
+        COUNT, sys.maxsize, "total elements of unsharded parameters", plan="persist_total_numel", show=_or_unlimited
     )
     stage3_max_live_parameters: int = setting(
-        COUNT, 1_000_000_000, "elements kept gathered after the forward", plan="max_live_numel"
+        COUNT, 1_000_000_000, "elements kept gathered after forward", plan="max_live_numel"
     )
     stage3_max_reuse_distance: int = setting(
-        COUNT, 1_000_000_000, "elements used until then, else not kept", plan="max_reuse_numel"
+        COUNT,
+        1_000_000_000,
+        "elements used until the next use of a unit, above which it is released",
+        plan="max_reuse_numel",
     )
     # Ours: DeepSpeed gathers module by module.
     stage3_unit_size: int = setting(
         COUNT,
         0,
-        "elements gathered as one at most; default: derived from the model",
+        "most elements gathered as one unit; default: derived from the model",
         plan="unit_numel",
         empty=FROM_SIZE,
     )
     # Ours: DeepSpeed called it mics_shard_size.
-    shard_group_size: int = setting(
-        COUNT, 0, "ranks that hold one copy of what is sharded; 0: all", empty="(all ranks)"
-    )
+    shard_group_size: int = setting(COUNT, 0, "ranks over which one copy is sharded; 0: all", empty="(all ranks)")
     zero_hpz_partition_size: int = setting(
         whole(1),
         1,
-        "ranks of a node, which keep a copy to gather again; 1: none",
+        "ranks of a node that keep a secondary copy for the gather in backward; 1: none",
         plan="secondary_group_size",
         empty=1,
     )
@@ -214,13 +227,13 @@ class Zero:
         TRUTH, False, "gather frozen weights in 8 bits", plan="frozen_weight_bits", show=bool
     )
     zero_quantized_gradients: bool = setting(
-        TRUTH, False, "reduce gradients in 4 bits, inside nodes and between", plan="gradient_bits", show=bool
+        TRUTH, False, "reduce gradients in 4 bits, within and between nodes", plan="gradient_bits", show=bool
     )
-    # DeepSpeed's default is a billion; here a bucket is the least, and more at once hides less.
+    # DeepSpeed's default is a billion; here a bucket is the minimum, and larger groups overlap less.
     sub_group_size: int = setting(
         COUNT,
         0,
-        "elements of one update of offloaded states; at least a bucket",
+        "elements of offloaded states that are updated at a time; at least a bucket",
         plan="offload.step_numel",
         empty="(a bucket)",
     )
@@ -234,9 +247,9 @@ class Zero:
 ZERO_SHORTHAND: dict[bool, dict[str, object]] = {True: {"stage": 1}, False: {"stage": 0}}
 
 AIO: dict[str, Row] = {
-    "block_size": ignored(whole(1), why="files are read and written by the MiB"),
-    "queue_depth": ignored(whole(1), why="each thread waits for one call at a time; set intra_op_parallelism"),
-    "single_submit": ignored(TRUTH, why="there is no queue to submit to"),
+    "block_size": ignored(whole(1), why="files are read and written in blocks of 1 MiB"),
+    "queue_depth": ignored(whole(1), why="each thread has one call in flight; set intra_op_parallelism"),
+    "single_submit": ignored(TRUTH, why="there is no submission queue"),
     "overlap_events": ignored(TRUTH, True, why="transfers always overlap"),
     "use_gds": ignored(TRUTH, False, why="files always pass through the host"),
 }
@@ -244,10 +257,10 @@ AIO: dict[str, Row] = {
 
 @attrs.frozen(kw_only=True)
 class Aio:
-    """aio: how files are read and written (nvme)."""
+    """aio: file I/O for nvme."""
 
     intra_op_parallelism: int = setting(
-        whole(1), 8, "threads that read and write, for each rank", plan="num_threads", aliases=("thread_count",)
+        whole(1), 8, "I/O threads per rank", plan="num_threads", aliases=("thread_count",)
     )
 
 

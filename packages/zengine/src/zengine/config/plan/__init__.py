@@ -1,1 +1,1 @@
-"""The plan: what a config means on a world of ranks."""
+"""Plan: a config resolved for a world of ranks."""

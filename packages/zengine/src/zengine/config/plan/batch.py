@@ -1,8 +1,8 @@
 """The batch equation: train = micro x accumulation x replicas.
 
-Any one of the three may be left out, or two, as long as train or micro is there.  Division must be exact: a
-quotient that is rounded down changes the batch size in silence.  Every message holds the equation with its
-numbers and the nearest values that would close it.
+One or two of the three may be absent, as long as train or micro is given.  Division must be exact: a quotient that is
+rounded down silently changes the batch size.  Every message contains the equation with its numbers and the nearest
+values that satisfy it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 
 import attrs
 
-_SEARCHED = 10**12  # samples a replica; beyond that nobody needs a list of divisors
+_SEARCHED = 10**12  # samples per replica; divisors of larger numbers are not searched
 
 
 @attrs.frozen(kw_only=True)
 class BatchTerms:
-    """The three sizes as written; 0 = not given.  Sizes that are given are at least 1."""
+    """The three sizes as written; 0: not given.  Given sizes are at least 1."""
 
     train: int = 0
     micro: int = 0
@@ -25,7 +25,7 @@ class BatchTerms:
 
 @attrs.frozen(kw_only=True)
 class BatchPlan:
-    """Invariant: train_batch_size == micro_batch_size * accumulation * replicas."""
+    """Batch sizes.  Invariant: train_batch_size == micro_batch_size * accumulation * replicas."""
 
     train_batch_size: int  # samples per optimizer step, over all replicas
     micro_batch_size: int  # samples per forward on one rank
@@ -34,7 +34,7 @@ class BatchPlan:
 
 
 class Unsolvable(Exception):
-    """The equation does not close: why, and what would."""
+    """The equation has no solution: the reason and a suggestion."""
 
     def __init__(self, reason: str, suggestion: str) -> None:
         super().__init__(reason)
@@ -43,7 +43,7 @@ class Unsolvable(Exception):
 
 
 def solve(terms: BatchTerms, replicas: int) -> BatchPlan:
-    """The one solution, or Unsolvable."""
+    """Solve the equation.  Raises Unsolvable if there is no solution."""
     train, micro, accumulation = terms.train, terms.micro, terms.accumulation
     if not train and not micro:
         raise Unsolvable(
@@ -62,7 +62,7 @@ def solve(terms: BatchTerms, replicas: int) -> BatchPlan:
 
 
 def _quotient(wanted: str, train: int, name: str, factor: int, replicas: int) -> int:
-    """train / (factor x replicas), which must be a whole number."""
+    """Return train / (factor x replicas); raise Unsolvable if it is not a whole number."""
     divisor = factor * replicas
     if train % divisor == 0:
         return train // divisor
@@ -90,7 +90,7 @@ def _does_not_hold(train: int, micro: int, accumulation: int, replicas: int) -> 
 
 
 def _other_factors(train: int, name: str, factor: int, replicas: int) -> str:
-    """The nearest values of the given factor with which this train size works; "" when none does."""
+    """Return a hint with the nearest values of the given factor that solve the equation; "" if there are none."""
     share = train // replicas
     if train % replicas or share > _SEARCHED:
         return ""

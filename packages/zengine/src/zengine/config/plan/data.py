@@ -1,4 +1,4 @@
-"""Data of the plan: frozen values, one for each thing that is made from the data sections."""
+"""Data plan: one frozen value for each object that is built from the data sections."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["DataPlan", "LtdPlan", "MetricPlan", "PackingPlan", "data_notices", "
 
 @attrs.frozen(kw_only=True)
 class MetricPlan:
-    """One metric of a curriculum of samples."""
+    """One metric of a curriculum over samples."""
 
     name: str
     schedule: Schedule
     by: By
-    parts: int  # of percentiles: the difficulty that stands for all samples
-    samples_path: str  # "" with `metrics_path`: the lengths of the samples, measured at start
+    parts: int  # for percentiles: the difficulty that means all samples
+    samples_path: str  # "" here and in `metrics_path`: sample lengths, measured at start
     metrics_path: str
 
 
@@ -57,36 +57,36 @@ class LtdPlan:
     num_layers: int
     layer_ids: tuple[int, ...]
     mask_name: str  # keyword of the mask; "": none
-    is_causal: bool  # masks without a batch are triangles
-    sequence_axis: int  # of the hidden state: 1, or 0 where the batch comes second
+    is_causal: bool  # masks without a batch dimension are causal
+    sequence_axis: int  # of the hidden state: 1, or 0 for sequence-first layouts
 
 
 @attrs.frozen(kw_only=True)
 class DataPlan:
-    """Order of the data and the features that change it.  An empty tuple means "off"."""
+    """Order of the data and the features that change it; an empty tuple means "off"."""
 
     drop_last: bool = False  # leave out the last, partial batch of an epoch
     seed: int = 1234  # of the order of samples (data_efficiency.seed)
     num_workers: int = 0  # processes that fetch samples
     pin_memory: bool = False  # page-locked batches
-    prefetch: int = 1  # batches on the device ahead of their use; 0: batches stay on the host
-    num_epochs: int = 1000  # of one iteration of a curriculum's loader
+    prefetch: int = 1  # batches on the device ahead of use; 0: batches stay on the host
+    num_epochs: int = 1000  # in one iteration over a curriculum's loader
     metrics: tuple[MetricPlan, ...] = ()  # curriculum of samples
     packing: tuple[PackingPlan, ...] = ()  # dynamic batching: one or none
     seqlen: tuple[Schedule, ...] = ()  # curriculum of lengths: one or none
     ltd: tuple[LtdPlan, ...] = ()  # random-LTD: one or none
-    rows: tuple[tuple[str, Any], ...] = attrs.field(default=(), eq=False)  # keys with their values, for people
+    rows: tuple[tuple[str, Any], ...] = attrs.field(default=(), eq=False)  # (key, value) for the plan's table
 
     @property
     def needs_data(self) -> str:
-        """The section that cannot act without training_data; "" if there is none."""
+        """Section that requires training_data; "" if there is none."""
         if self.metrics:
             return "data_efficiency.data_sampling.curriculum_learning"
         return "data_efficiency.data_sampling.dynamic_batching" if self.packing else ""
 
 
 def data_plan(config: Config) -> DataPlan:
-    """The plan; `data_rules` have seen to it that nothing is missing."""
+    """Return the data plan of a config that satisfies `data_rules`."""
     settings = config.settings
     sampling = settings.data_efficiency.data_sampling
     fetches = settings.data_efficiency.enabled and sampling.enabled
@@ -146,7 +146,7 @@ def _rows(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Key and value of every setting of a section; of one that is off, its switch (and the seed, which counts)."""
+    """Yield key and value of every setting of a section; of one that is off, the switch and the seed only."""
     members = section.items() if isinstance(section, Mapping) else _fields(section)
     if not getattr(section, "enabled", True):
         members = [(name, value) for name, value in members if name in ("enabled", "seed")]
@@ -163,7 +163,7 @@ def _fields(section: Any) -> list[tuple[str, Any]]:
 
 
 def data_notices(config: Config) -> list[str]:
-    """Notices of keys without effect beside the other keys, and of surprising defaults."""
+    """Return notices of keys without effect in this combination, and of unexpected defaults."""
     settings, notices = config.settings, []
     efficiency = settings.data_efficiency
     switches = {
@@ -174,7 +174,7 @@ def data_notices(config: Config) -> list[str]:
         notices.append(f"{config.origin(key)}: {key} has no effect here: data_efficiency.enabled is false")
     key = "data_efficiency.data_sampling.num_epochs"
     if key in config.given and efficiency.data_sampling.enabled and not sample_curriculum(config):
-        notices.append(f"{config.origin(key)}: {key} has no effect here: it is of the loader of a curriculum")
+        notices.append(f"{config.origin(key)}: {key} has no effect here: no curriculum over samples is enabled")
     sections: list[tuple[str, CurriculumLearning | CurriculumMetric]] = [
         (SEQLEN, each) for each in curriculum(config)
     ]
@@ -184,12 +184,14 @@ def data_notices(config: Config) -> list[str]:
         ]
         if "data_efficiency.data_sampling.num_epochs" not in config.given:
             notices.append(
-                f"{config.origin(f'{METRICS}.enabled')}: as with DeepSpeed, one iteration over the loader of a "
-                f"curriculum goes on for {efficiency.data_sampling.num_epochs} epochs; "
-                "data_efficiency.data_sampling.num_epochs sets it (1: a for loop is an epoch)"
+                f"{config.origin(f'{METRICS}.enabled')}: as in DeepSpeed, one iteration over the loader of a "
+                f"curriculum takes {efficiency.data_sampling.num_epochs} epochs; "
+                "data_efficiency.data_sampling.num_epochs sets the number (1: a for loop is an epoch)"
             )
         if settings.dataloader_drop_last:
-            notices.append("dataloader_drop_last has no effect here: a curriculum's batches go on in the next epoch")
+            notices.append(
+                "dataloader_drop_last has no effect here: a curriculum's batches continue in the next epoch"
+            )
     for prefix, each in sections:
         for key in unused_keys(each, prefix, config):
             notices.append(f'{config.origin(key)}: {key} has no effect here: schedule_type is "{each.schedule_type}"')

@@ -1,6 +1,6 @@
-"""Rules of the data sections that are on: keys that are required, and keys that must agree.
+"""Rules of the enabled data sections: required keys, and keys that must agree.
 
-Whether a section is on takes every switch above it: `data_efficiency.enabled`, `data_sampling.enabled`, its own.
+A section is enabled if every switch above it is on: `data_efficiency.enabled`, `data_sampling.enabled`, its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQLEN = "curriculum_learning"
 METRICS = "data_efficiency.data_sampling.curriculum_learning"
 PACKING = "data_efficiency.data_sampling.dynamic_batching"
 LTD = "data_efficiency.data_routing.random_ltd"
-MEASURED = "seqlen"  # the metric that can be measured at start
+MEASURED = "seqlen"  # the metric that needs no files: it is measured at start
 
 _NEEDED: dict[str, tuple[str, ...]] = {
     "fixed_linear": ("total_curriculum_step",),
@@ -41,44 +41,44 @@ _USED = {
 }
 
 
-# -- what is on ----------------------------------------------------------------------------------
+# -- enabled sections ----------------------------------------------------------------------------
 
 
 def curriculum(config: Config) -> tuple[CurriculumLearning, ...]:
-    """The legacy section, if it is on."""
+    """Return the legacy section if it is enabled, else ()."""
     section = config.settings.curriculum_learning
     return (section,) if section.enabled else ()
 
 
 def sample_curriculum(config: Config) -> tuple[DataCurriculum, ...]:
-    """The curriculum over samples, if it is on."""
+    """Return the curriculum over samples if it is enabled, else ()."""
     efficiency = config.settings.data_efficiency
     section = efficiency.data_sampling.curriculum_learning
     return (section,) if efficiency.enabled and efficiency.data_sampling.enabled and section.enabled else ()
 
 
 def dynamic_batching(config: Config) -> tuple[DynamicBatchingSection, ...]:
-    """Dynamic batching, if it is on."""
+    """Return dynamic batching if it is enabled, else ()."""
     efficiency = config.settings.data_efficiency
     section = efficiency.data_sampling.dynamic_batching
     return (section,) if efficiency.enabled and efficiency.data_sampling.enabled and section.enabled else ()
 
 
 def random_ltd(config: Config) -> tuple[RandomLtdSection, ...]:
-    """Random-LTD, if it is on."""
+    """Return random-LTD if it is enabled, else ()."""
     efficiency = config.settings.data_efficiency
     section = efficiency.data_routing.random_ltd
     return (section,) if efficiency.enabled and efficiency.data_routing.enabled and section.enabled else ()
 
 
-# -- values that validate themselves --------------------------------------------------------------
+# -- values, which validate themselves -------------------------------------------------------------
 
 
 def schedule_of(section: CurriculumLearning | CurriculumMetric) -> Schedule:
-    """The law that a section describes.
+    """Build the schedule of a section.
 
     Raises:
-        ValueError: a key is missing or makes no sense with the others.
+        ValueError: a key is missing or contradicts the others.
     """
     kind, details = section.schedule_type, section.schedule_config
     if not kind:
@@ -105,7 +105,7 @@ def schedule_of(section: CurriculumLearning | CurriculumMetric) -> Schedule:
 
 
 def packing_of(section: DynamicBatchingSection) -> Packing:
-    """ValueError if the limits of a micro-batch make no sense."""
+    """Build the packing of dynamic batching.  Raises ValueError for invalid limits of a micro-batch."""
     if not section.max_tokens:
         raise ValueError("max_tokens is missing")
     return Packing(
@@ -117,7 +117,7 @@ def packing_of(section: DynamicBatchingSection) -> Packing:
 
 
 def ltd_schedule_of(section: LtdSchedule) -> Schedule:
-    """ValueError if the schedule of tokens makes no sense."""
+    """Build the token schedule of random-LTD.  Raises ValueError for invalid keys."""
     details = section.schedule_config
     if not section.max_value or not details.require_steps:
         raise ValueError("max_value and schedule_config.require_steps are needed, each at least 1")
@@ -130,8 +130,8 @@ def ltd_schedule_of(section: LtdSchedule) -> Schedule:
 
 
 def data_violations(config: Config) -> list[Problem]:
-    """Every rule that the data sections break."""
-    return [*_of_lengths(config), *_of_samples(config), *_of_batches(config), *_of_layers(config)]
+    """Return a problem for every rule that the data sections break."""
+    return [*_check_seqlen(config), *_check_samples(config), *_check_batches(config), *_check_layers(config)]
 
 
 def _problem(config: Config, key: str, reason: str, suggestion: str) -> Problem:
@@ -140,8 +140,8 @@ def _problem(config: Config, key: str, reason: str, suggestion: str) -> Problem:
     return Problem(place=place, key=key, reason=reason, suggestion=suggestion)
 
 
-def _refused(make: Callable[[Any], object], section: Any) -> str:
-    """The reason why `make` rejects a section; "" if it does not."""
+def _rejection(make: Callable[[Any], object], section: Any) -> str:
+    """Return the reason why `make` rejects a section; "" if it accepts it."""
     try:
         make(section)
     except ValueError as error:
@@ -149,30 +149,30 @@ def _refused(make: Callable[[Any], object], section: Any) -> str:
     return ""
 
 
-def _of_lengths(config: Config) -> Iterator[Problem]:
+def _check_seqlen(config: Config) -> Iterator[Problem]:
     for section in curriculum(config):
-        if reason := _refused(schedule_of, section):
+        if reason := _rejection(schedule_of, section):
             yield _problem(config, SEQLEN, reason, "Complete the section, or switch it off.")
         elif (least := _least(schedule_of(section))) < 1:
-            yield _problem(config, SEQLEN, _says_nothing(least, "difficulty_step"), "Raise min_difficulty.")
+            yield _problem(config, SEQLEN, _too_short(least, "difficulty_step"), "Raise min_difficulty.")
 
 
 def _least(schedule: Schedule) -> int:
-    """The difficulty of the first step; 1 for a law that is not known yet."""
+    """Return the difficulty of the first step; 1 for a custom schedule, which is unknown here."""
     return 1 if isinstance(schedule, Custom) else schedule.at(1)
 
 
-def _says_nothing(least: int, multiple: str) -> str:
+def _too_short(least: int, multiple: str) -> str:
     return f"the first step would have sequences of {least} tokens (rounded down to a multiple of {multiple})"
 
 
-def _of_samples(config: Config) -> Iterator[Problem]:
+def _check_samples(config: Config) -> Iterator[Problem]:
     for section in sample_curriculum(config):
         if not section.curriculum_metrics:
             yield _problem(config, METRICS, "curriculum_metrics names no metric", 'Add one: {"seqlen": {...}}.')
         for name, metric in section.curriculum_metrics.items():
             key = f"{METRICS}.curriculum_metrics.{name}"
-            if reason := _refused(schedule_of, metric):
+            if reason := _rejection(schedule_of, metric):
                 yield _problem(config, key, reason, "Complete the metric, or leave it out.")
             if missing := _missing_files(name, metric):
                 yield _problem(
@@ -185,13 +185,13 @@ def _of_samples(config: Config) -> Iterator[Problem]:
             yield _problem(
                 config,
                 METRICS,
-                f"{METRICS}.enabled and {PACKING}.enabled are both on, and each decides which samples make a batch",
+                f"{METRICS}.enabled and {PACKING}.enabled are both on, and each of them composes the batches",
                 "Keep one of them.",
             )
 
 
 def _missing_files(name: str, metric: CurriculumMetric) -> str:
-    """The path that a metric cannot do without."""
+    """Return the missing path of a metric; "" if it has all it needs."""
     needs_values = metric.difficulty_type == "value"
     if metric.clustering_type == "single_cluster":
         return ""
@@ -201,13 +201,13 @@ def _missing_files(name: str, metric: CurriculumMetric) -> str:
     return "index_to_metric_path" if needs_values and not metric.index_to_metric_path else ""
 
 
-def _of_batches(config: Config) -> Iterator[Problem]:
+def _check_batches(config: Config) -> Iterator[Problem]:
     for section in dynamic_batching(config):
-        if reason := _refused(packing_of, section):
+        if reason := _rejection(packing_of, section):
             yield _problem(config, PACKING, reason, "Set max_tokens to what a micro-batch can hold.")
 
 
-def _of_layers(config: Config) -> Iterator[Problem]:
+def _check_layers(config: Config) -> Iterator[Problem]:
     for section in random_ltd(config):
         ids, total, named = section.random_ltd_layer_id, section.total_layer_num, section.random_ltd_layer_num
         if not ids or not total:
@@ -219,24 +219,24 @@ def _of_layers(config: Config) -> Iterator[Problem]:
             reason = f"random_ltd_layer_num = {named}, and random_ltd_layer_id names {len(ids)}"
             yield _problem(config, LTD, reason, "Leave random_ltd_layer_num out.")
         schedule = f"{LTD}.random_ltd_schedule"
-        if reason := _refused(ltd_schedule_of, section.random_ltd_schedule):
+        if reason := _rejection(ltd_schedule_of, section.random_ltd_schedule):
             yield _problem(config, schedule, reason, "Complete the schedule.")
         elif (least := ltd_schedule_of(section.random_ltd_schedule).at(0)) < 1:
-            yield _problem(config, schedule, _says_nothing(least, "seq_per_step"), "Raise min_value.")
+            yield _problem(config, schedule, _too_short(least, "seq_per_step"), "Raise min_value.")
 
 
 def unused_keys(section: CurriculumLearning | CurriculumMetric, prefix: str, config: Config) -> list[str]:
-    """Keys of schedule_config that were given and do not count for this schedule_type."""
+    """Return the given keys of schedule_config that this schedule_type does not use."""
     used = _USED.get(section.schedule_type, set())
     start = f"{prefix}.schedule_config."
     return [key for key in config.given if key.startswith(start) and key.removeprefix(start) not in used]
 
 
-# -- sequence parallelism: each rank would cut its own piece of a sequence ---------------------------
+# -- sequence parallelism ------------------------------------------------------------------------
 
 
-def sequences_are_whole(config: Config, parallel: ParallelPlan) -> list[Problem]:
-    """The sections that are on and need whole sequences, where ranks have pieces."""
+def check_whole_sequences(config: Config, parallel: ParallelPlan) -> list[Problem]:
+    """Reject enabled sections that need whole sequences if sequence parallelism splits them."""
     size = parallel.degrees.sequence
     if size == 1:
         return []
@@ -246,7 +246,7 @@ def sequences_are_whole(config: Config, parallel: ParallelPlan) -> list[Problem]
             place=config.given.get(key, NOWHERE),
             key=key,
             given=True,
-            reason=f"it takes tokens out of whole sequences, of which each of {size} ranks has a piece "
+            reason=f"it selects tokens of whole sequences, but each of {size} ranks has a part of a sequence "
             f"(sequence_parallel_size)",
             suggestion="Leave the section out, or set sequence_parallel_size to 1.",
         )

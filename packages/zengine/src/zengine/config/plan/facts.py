@@ -1,4 +1,4 @@
-"""Facts: what only the machine and the caller know when a config is resolved."""
+"""Facts: properties of the machine and the caller that `resolve` needs besides the config."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["Facts"]
 
 @attrs.frozen(kw_only=True)
 class Facts:
-    """The world that a config is resolved for.
+    """World that a config is resolved for.
 
     Raises:
         ValueError: sizes that contradict each other.
     """
 
     world_size: int  # processes in the run
-    replicas: int  # copies of the model as it comes: over these the config lays out its own degrees
+    replicas: int  # copies of the caller's model, over which the config places its own degrees
     device_type: str = "cpu"  # "cpu" | "cuda"
-    ranks_per_host: int = 0  # processes on each machine; 0: unknown, or irrelevant
+    ranks_per_host: int = 0  # processes on each machine; 0: unknown or irrelevant
     bf16_is_faster: bool = False  # measured: a bf16 matmul beats an fp32 one here
-    axes: Mapping[str, int] = attrs.field(factory=dict)  # degrees that the caller has laid out, by zcomm's axes
-    laid_out_by: str = ""  # "mesh=", "mpu=", "the model"; for errors
+    axes: Mapping[str, int] = attrs.field(factory=dict)  # degrees of the caller's mesh or model, by zcomm's axes
+    axes_source: str = ""  # origin of `axes`, for errors: "mesh=", "mpu=", "the model"
 
     def __attrs_post_init__(self) -> None:
         if self.world_size < 1 or self.replicas < 1 or self.world_size % self.replicas:

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of a plan, and in which dtype the optimizer keeps its states."""
+"""Optimizer and schedule of a plan, and the dtype of the optimizer's states."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from zengine.config.keys.root import Settings
 from zengine.config.keys.training import Optimizer, Scheduler
-from zengine.config.plan.parts import PlanRow, rows
-from zengine.config.reading.choices import takes
+from zengine.config.plan.rows import PlanRow, rows
+from zengine.config.reading.choices import accepts_option
 from zengine.config.reading.load import Config
 from zprecision import Precision
 
@@ -20,7 +20,7 @@ __all__ = ["OptimizerPlan", "SchedulerPlan", "is_narrow", "optimizer_notices", "
 
 @attrs.frozen(kw_only=True)
 class OptimizerPlan:
-    """The optimizer to build by name; an empty type means that the caller brings one."""
+    """Optimizer to build by name; an empty type means that the caller passes one."""
 
     type: str = ""
     params: Mapping[str, Any] = attrs.field(factory=dict)
@@ -28,28 +28,28 @@ class OptimizerPlan:
 
 @attrs.frozen(kw_only=True)
 class SchedulerPlan:
-    """The learning-rate schedule to build by name; an empty type means none, or the caller's."""
+    """Learning-rate schedule to build by name; an empty type means none, or the caller's."""
 
     type: str = ""
     params: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 def optimizer_plan(settings: Settings, dtypes: Precision) -> OptimizerPlan:
-    """The optimizer, told in what to keep its states where the masters are narrow.
+    """Return the optimizer, with an explicit `state_dtype` if the masters have 16 bits.
 
-    Left alone it would keep them in the masters' dtype, as torch does; DeepSpeed's keys mean float32 unless
+    Without it the states would have the masters' dtype, as in torch; DeepSpeed's keys mean float32 unless
     bf16_optimizer_states is on.
     """
     name, params = settings.optimizer.type, dict(settings.optimizer.params)
-    if name and not _says_states(params) and is_narrow(dtypes.master):
+    if name and not _sets_state_dtype(params) and is_narrow(dtypes.master):
         wanted = "bf16" if settings.bf16.bf16_optimizer_states else "fp32"
-        if takes(name, params, "state_dtype", wanted):
+        if accepts_option(name, params, "state_dtype", wanted):
             params["state_dtype"] = wanted
     return OptimizerPlan(type=name, params=params)
 
 
 def optimizer_rows(optimizer: OptimizerPlan, scheduler: SchedulerPlan) -> Iterator[PlanRow]:
-    """Rows of both sections, option by option."""
+    """Yield the rows of both sections, option by option."""
     for section, settings, part in (("optimizer", Optimizer, optimizer), ("scheduler", Scheduler, scheduler)):
         yield from rows(f"{section}.", part, settings, skip=("params",))
         yield from ((f"{section}.params.{name}", value) for name, value in part.params.items())
@@ -59,12 +59,12 @@ def is_narrow(dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.itemsize < torch.float32.itemsize
 
 
-def _says_states(params: Mapping[str, Any]) -> bool:
+def _sets_state_dtype(params: Mapping[str, Any]) -> bool:
     return params.get("state_dtype") is not None or "fp32_optimizer_states" in params
 
 
 def optimizer_notices(config: Config, dtypes: Precision) -> list[str]:
-    """Notices of what masters in 16 bits cost."""
+    """Return notices about the precision of 16-bit masters and states."""
     settings, name = config.settings, config.settings.optimizer.type
     asked = "bf16.bf16_master_weights_and_grads"
     if (
@@ -72,7 +72,7 @@ def optimizer_notices(config: Config, dtypes: Precision) -> list[str]:
         and settings.bf16.bf16_master_weights_and_grads
         and not is_narrow(dtypes.master)
     ):
-        return [f"{config.origin(asked)}: {asked} has no effect here: training in float32"]
+        return [f"{config.origin(asked)}: {asked} has no effect here: bf16.enabled resolves to float32"]
     if not is_narrow(dtypes.master):
         return _states_notices(config)
     if not name:
@@ -80,24 +80,24 @@ def optimizer_notices(config: Config, dtypes: Precision) -> list[str]:
     notices = []
     chosen = optimizer_plan(settings, dtypes).params
     dtype = str(dtypes.master).removeprefix("torch.")
-    if not _says_states(chosen):
-        notices.append(f"{name} keeps its states in the dtype of the masters, {dtype}: it has no state_dtype")
-    if dtypes.master == torch.float16 or not takes(name, settings.optimizer.params, "state_dtype", "bf16"):
+    if not _sets_state_dtype(chosen):
+        notices.append(f"{name} has no option state_dtype: its states have the dtype of the masters, {dtype}")
+    if dtypes.master == torch.float16 or not accepts_option(name, settings.optimizer.params, "state_dtype", "bf16"):
         share = 2**8 if dtype == "bfloat16" else 2**11
         notices.append(
             f"masters in {dtype} are rounded to nearest by {name}: an update below 1/{share} of its weight is lost. "
-            "AdamW and its kin of this package round bf16 masters stochastically"
+            "zoptim's AdamW and similar optimizers round bf16 masters stochastically"
         )
     return notices
 
 
 def _states_notices(config: Config) -> list[str]:
-    """The switch that DeepSpeed reads as "in the dtype of what is optimized", beside float32 masters."""
+    """Return a notice if fp32_optimizer_states = false has no effect because the masters are float32."""
     key = "optimizer.params.fp32_optimizer_states"
     params = config.settings.optimizer.params
     if params.get("fp32_optimizer_states") is not False or params.get("state_dtype") is not None:
         return []
     return [
-        f"{config.origin(key)}: {key} = false has no effect here: states then have the dtype of the masters, which "
-        'is float32. For smaller ones write "state_dtype": "bf16"'
+        f"{config.origin(key)}: {key} = false has no effect here: it selects the dtype of the masters, which is "
+        'float32. For smaller states write "state_dtype": "bf16"'
     ]

@@ -1,7 +1,7 @@
-"""Degrees of parallelism, from the config and from the mesh or model of the caller.
+"""Degrees of parallelism, from the config and from the caller's mesh or model.
 
-The degrees multiply to the ranks of the engine.  Degrees that do not divide them are a problem here, with the
-equation, before a process group exists; the result is a value (`zcomm.Degrees`, resolved), from which groups follow.
+The degrees multiply to the number of the engine's ranks.  Degrees that do not divide it are reported with the
+equation before a process group exists.  The result is a resolved `zcomm.Degrees`, which determines the groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zengine.config.keys.parallel import (
 )
 from zengine.config.keys.root import Settings
 from zengine.config.plan.facts import Facts
-from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config, at
 
 __all__ = [
@@ -40,9 +40,9 @@ __all__ = [
     "parallel_rows",
 ]
 
-MODEL_AXES = ("pipeline", "sequence", "tensor")  # ranks along these work on the same samples
+MODEL_AXES = ("pipeline", "sequence", "tensor")  # ranks along these process the same samples
 
-# Keys that set each degree.  0 is as good as 1: not asked for.
+# Keys that set each degree; 0 and 1 mean "not requested".
 _KEYS: Mapping[str, Mapping[str, Callable[[Settings], int]]] = {
     "tensor": {
         "tensor_parallel.autotp_size": lambda s: s.tensor_parallel.autotp_size,
@@ -56,47 +56,47 @@ _KEYS: Mapping[str, Mapping[str, Callable[[Settings], int]]] = {
 }
 
 
-TENSOR_KEYS = tuple(_KEYS["tensor"])  # that ask for tensor ranks
+TENSOR_KEYS = tuple(_KEYS["tensor"])  # keys that set the tensor-parallel degree
 
 
 @attrs.frozen(kw_only=True)
 class TensorPlan:
-    """Tensor parallelism: how layers are split."""
+    """Tensor parallelism: the split of layers."""
 
-    layer_specs: tuple[Mapping[str, Any], ...] = ()  # DeepSpeed's, which come first
-    completes: bool = True  # layers that none names are split as the model suggests
-    is_strict: bool = False  # a linear layer that nothing names is an error
-    splits_vocabulary: bool = False  # embeddings and output layers of an inferred plan, too
-    grain: int = 1  # columns without heads stay together by this many
+    layer_specs: tuple[Mapping[str, Any], ...] = ()  # DeepSpeed's; they take precedence
+    completes: bool = True  # layers without a spec are split by the model's own or inferred plan
+    is_strict: bool = False  # a linear layer that neither covers is an error
+    splits_vocabulary: bool = False  # an inferred plan splits embeddings and the output layer as well
+    grain: int = 1  # granularity of the split of layers without heads, in columns
 
 
 @attrs.frozen(kw_only=True)
 class ParallelPlan:
-    """Degrees of parallelism; `zcomm.groups.axes` assigns the ranks.  Invariant: `degrees` has no -1."""
+    """Degrees of parallelism; `zcomm.groups.axes` assigns the ranks.  Invariant: `degrees` contains no -1."""
 
     degrees: Degrees = attrs.field(factory=lambda: Degrees(shard=1))
     tensor: TensorPlan = attrs.field(factory=TensorPlan)
-    expert_layers: str = ""  # regular expression of the paths whose experts are shared out
+    expert_layers: str = ""  # regular expression for the paths of the layers whose experts are distributed
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different samples: the replicas of the batch equation."""
+        """Ranks that process different samples: the replicas of the batch equation."""
         return self.degrees.replicate * self.degrees.shard
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks that sum gradients, over which ZeRO shards."""
+        """Ranks that sum gradients, and over which ZeRO shards."""
         return self.data_ranks * self.degrees.sequence
 
     @property
-    def cells(self) -> int:
-        """Ranks that hold different parts of one copy of the model, ZeRO aside."""
+    def model_parallel_size(self) -> int:
+        """Ranks that hold different parts of one copy of the model, without ZeRO."""
         return self.degrees.pipeline * self.degrees.tensor
 
 
 def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
-    """The degrees, or all that is wrong with them."""
-    problems: list[Problem] = _patterns_compile(config)
+    """Resolve the degrees; return all problems if they are invalid."""
+    problems: list[Problem] = _check_patterns(config)
     sizes = {axis: _size(config, axis, facts, problems) for axis in _KEYS}
     if problems:
         return problems
@@ -109,12 +109,12 @@ def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
         degrees = Degrees(**sizes, **data).resolved(total)
         layers = config.settings.expert_parallel.moe_layer_pattern or ""
         return ParallelPlan(degrees=degrees, tensor=_tensor(config.settings), expert_layers=layers)
-    except ValueError as error:  # experts, or a mesh whose axes do not make its ranks
+    except ValueError as error:  # the expert degree, or a mesh whose axes do not multiply to its ranks
         return [_problem(config, "expert", sizes["expert"], str(error).rstrip("."), "")]
 
 
 def parallel_rows(plan: ParallelPlan, pipeline: Pipeline, activations: ActivationCheckpointing) -> Iterator[PlanRow]:
-    """Rows of the sections that split the model."""
+    """Yield the rows of the sections that split the model."""
     degrees, config = plan.degrees, "tensor_parallel.partition_config."
     yield from rows("tensor_parallel.", plan.tensor, TensorParallel, autotp_size=degrees.tensor)
     yield from rows("tensor_parallel.tp.", plan.tensor, TensorRanks, tp_size=degrees.tensor)
@@ -132,13 +132,13 @@ def _shown(value: Any) -> Any:
 
 
 def parallel_notices(config: Config, plan: ParallelPlan) -> list[str]:
-    """Keys that say how to split what is not split."""
+    """Return a notice of tensor-parallel keys without effect because layers are not split."""
     home = "tensor_parallel."
     tuned = [key for key in config.given if key.startswith(home) and key not in _KEYS["tensor"]]
     if not tuned or plan.degrees.tensor > 1:
         return []
     verb = "has" if len(tuned) == 1 else "have"
-    return [f"{config.origin(tuned[0])}: {', '.join(tuned)} {verb} no effect here: every rank has whole layers"]
+    return [f"{config.origin(tuned[0])}: {', '.join(tuned)} {verb} no effect here: layers are not split"]
 
 
 def _tensor(settings: Settings) -> TensorPlan:
@@ -148,13 +148,13 @@ def _tensor(settings: Settings) -> TensorPlan:
     return TensorPlan(**own, **sizes, **planned(section.partition_config, TensorPlan, layer_specs=specs))
 
 
-def _patterns_compile(config: Config) -> list[Problem]:
+def _check_patterns(config: Config) -> list[Problem]:
     key, pattern = "expert_parallel.moe_layer_pattern", config.settings.expert_parallel.moe_layer_pattern
     try:
         re.compile(pattern or "")
     except re.error as error:
         place = config.given.get(key, NOWHERE)
-        reason = f"it is no regular expression ({error})"
+        reason = f"not a regular expression ({error})"
         return [
             Problem(place=place, key=key, given=pattern, reason=reason, suggestion="Correct it, or leave it out.")
         ]
@@ -162,7 +162,7 @@ def _patterns_compile(config: Config) -> list[Problem]:
 
 
 def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> int:
-    """The degree of one axis; 1 and a problem where it is asked for in two ways."""
+    """Return the degree of one axis; 1 and a problem if two keys set different degrees."""
     asked = {key: read(config.settings) for key, read in _KEYS[axis].items() if key in config.given}
     asked = {key: size for key, size in asked.items() if size > 0}
     laid_out = facts.axes.get(axis)
@@ -174,14 +174,14 @@ def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> i
     if laid_out is None:
         return size
     if asked and size != laid_out:
-        reason = f"{facts.laid_out_by} has {laid_out} {axis} rank{'s' * (laid_out != 1)} for each copy"
-        hint = f"Make it {laid_out}, or leave the key out: {facts.laid_out_by} decides."
+        reason = f"{facts.axes_source} has {laid_out} {axis} rank{'s' * (laid_out != 1)} for each copy"
+        hint = f"Make it {laid_out}, or leave the key out: {facts.axes_source} decides."
         problems.append(_problem(config, axis, size, reason, hint))
     return laid_out
 
 
 def _no_quotient(config: Config, sizes: Mapping[str, int], total: int) -> Problem:
-    """The product does not divide the ranks; at the key of the largest degree."""
+    """Return the problem of a product that does not divide the ranks, at the key of the largest degree."""
     axis = max(MODEL_AXES, key=lambda each: sizes[each])
     others = math.prod(sizes[each] for each in MODEL_AXES if each != axis)
     equation = " x ".join(f"{each} {sizes[each]}" for each in MODEL_AXES)
@@ -198,17 +198,21 @@ def _no_quotient(config: Config, sizes: Mapping[str, int], total: int) -> Proble
 
 
 def _problem(config: Config, axis: str, given: int, reason: str, suggestion: str) -> Problem:
-    """At the first of the keys of `axis` that was written."""
+    """Return a problem at the first given key of `axis`."""
     key = next((key for key in _KEYS[axis] if key in config.given), next(iter(_KEYS[axis])))
     place = config.given.get(key, NOWHERE)
     return Problem(place=place, key=key, given=given, reason=reason, suggestion=suggestion)
 
 
 def activation_notices(config: Config, parallel: ParallelPlan) -> list[str]:
-    """Keys that have nothing to do here."""
+    """Return notices of activation_checkpointing keys without effect."""
     section, found, home = config.settings.activation_checkpointing, [], "activation_checkpointing"
     if section.partition_activations and parallel.degrees.tensor == 1:
-        found.append(f"{at(config, f'{home}.partition_activations')}: there is one tensor rank, which keeps all")
+        found.append(
+            f"{at(config, f'{home}.partition_activations')} has no effect here: the tensor-parallel degree is 1"
+        )
     if section.number_checkpoints and not section.contiguous_memory_optimization:
-        found.append(f"{at(config, f'{home}.number_checkpoints')} counts with contiguous_memory_optimization alone")
+        found.append(
+            f"{at(config, f'{home}.number_checkpoints')} has no effect here: contiguous_memory_optimization is off"
+        )
     return found

@@ -1,10 +1,10 @@
-"""The resolved config: every question answered, nothing left to look up.
+"""Plan: the resolved config.
 
-A `Config` says what a person wrote; a `Plan` says what will happen.  It holds no `None` and no "auto": "off" is
-a value (an empty name, a factor of one, a count of zero), dtypes are `torch.dtype`, and the three batch sizes
-agree with the number of replicas.  Each part of the engine is given its own piece and never sees the rest.
+A `Config` contains what the user wrote; a `Plan` contains the resulting values.  It has no `None` and no "auto":
+"off" is a value (an empty name, a factor of one, a count of zero), dtypes are `torch.dtype`, and the three batch
+sizes agree with the number of replicas.  Each part of the engine receives its own part of the plan and no other.
 
-Rejected: one flat namespace of a hundred settings, as large engines have; nobody can say who reads which.
+Rejected: one flat namespace of a hundred settings, as large engines have; its readers cannot be traced.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from zengine.config.keys.parallel import ActivationCheckpointing, Pipeline
 from zengine.config.keys.training import RunKeys, TrainingKeys
 from zengine.config.plan.batch import BatchPlan
 from zengine.config.plan.data import DataPlan
-from zengine.config.plan.describe import looked_up, table, value_of
 from zengine.config.plan.optimizer import OptimizerPlan, SchedulerPlan, optimizer_rows
 from zengine.config.plan.parallel import ParallelPlan, parallel_rows
-from zengine.config.plan.parts import PlanRow, rows
 from zengine.config.plan.precision import PLAIN, NumericsPlan, Scaling, precision_rows
-from zengine.config.plan.profiling import ProfilingPlan, profiling_rows
-from zengine.config.plan.telemetry import TelemetryPlan, telemetry_rows
+from zengine.config.plan.rows import PlanRow, lookup, rows, table, value_of
+from zengine.config.plan.telemetry import ProfilingPlan, TelemetryPlan, profiling_rows, telemetry_rows
 from zengine.config.plan.zero import zero_rows
 from zpartition import SparseGradients, ZeroPolicy
 from zprecision import Precision, Unscaled
@@ -36,41 +34,41 @@ __all__ = ["Plan"]
 
 @attrs.frozen(kw_only=True)
 class Plan(RunKeys):
-    """Everything `assemble` needs: the keys that need no resolving, and one piece per part."""
+    """Input of `assemble`: the keys that need no resolution, and one value per part of the engine."""
 
     batch: BatchPlan
     parallel: ParallelPlan
-    activations: ActivationCheckpointing  # where inputs of checkpointed blocks wait
-    pipeline: Pipeline  # how a PipelineModule is run, and what it has to be
+    activations: ActivationCheckpointing  # storage of the inputs of checkpointed blocks
+    pipeline: Pipeline  # schedule and expected properties of a PipelineModule
     precision: Precision
     scaling: Scaling
-    cast_inputs: bool  # floating inputs of forward become precision.param
+    cast_inputs: bool  # floating-point inputs of forward are cast to precision.param
     zero: ZeroPolicy
     optimizer: OptimizerPlan
     scheduler: SchedulerPlan
-    clip_norm: float  # global L2 norm that gradients are clipped to; 0 = off
-    skip_nonfinite: bool  # an update with NaN or inf gradients is left out and reported
+    clip_norm: float  # maximum global L2 norm of the gradients; 0: off
+    skip_nonfinite: bool  # an update with NaN or inf gradients is skipped and reported
     telemetry: TelemetryPlan
-    profiling: ProfilingPlan  # what looks into a run: FLOPs, a window of traces, collectives
+    profiling: ProfilingPlan  # FLOPs, a window of traces, collectives
     data: DataPlan
     checkpoint: CheckpointSettings
-    keep: zckpt.RetentionPolicy  # which checkpoints stay when one is saved
-    managed_accumulation: bool  # the engine decides which step() is a boundary; else every one is
-    collect_garbage: bool = True  # Python's cyclic collector runs as ever while the engine lives
+    keep: zckpt.RetentionPolicy  # retention of old checkpoints after each save
+    managed_accumulation: bool  # the engine finds the boundaries; False: every step() is one
+    collect_garbage: bool = True  # False: Python's cyclic garbage collector is off while the engine is open
     numerics: NumericsPlan = PLAIN  # autocast, 8-bit layers
-    offloads: Mapping[str, str] = attrs.field(factory=dict)  # "offload_optimizer", "offload_param" -> where they live
-    leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> as they were given
+    offloads: Mapping[str, str] = attrs.field(factory=dict)  # "offload_optimizer", "offload_param" -> device
+    leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> names as given
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...
-    notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
+    notices: tuple[str, ...] = ()  # keys without effect, renamed keys, unexpected defaults
     given: Mapping[str, Any] = attrs.field(factory=dict)  # the config as it was written
 
     @property
     def scales_losses(self) -> bool:
-        """True if losses, and so gradients, are multiplied by a loss scale."""
+        """True if losses, and hence gradients, are multiplied by a loss scale."""
         return not isinstance(self.scaling, Unscaled)
 
     def rows(self) -> Iterator[PlanRow]:
-        """Every value under the key that sets it: a section yields its rows, the plan chains them."""
+        """Yield every value under the key that sets it."""
         dense = self.zero.sparse_gradients is SparseGradients.DENSE
         yield from rows("", self, RunKeys)
         yield from rows(
@@ -93,25 +91,25 @@ class Plan(RunKeys):
         yield from rows("checkpoint.", self.checkpoint, CheckpointSettings)
 
     def describe(self) -> str:
-        """A table of every value with its origin, and the notices; for people."""
+        """Return a table of every value with its origin, and the notices."""
         return table(self.rows(), self.origins, self.notices)
 
     def __str__(self) -> str:
         return self.describe()
 
     def __getitem__(self, key: str) -> Any:
-        """The resolved value of a key of the config: `plan["zero_optimization.stage"]`.
+        """Return the resolved value of a key of the config: `plan["zero_optimization.stage"]`.
 
         Raises:
-            KeyError: no value of the plan is set by that key; names the nearest.
+            KeyError: no value of the plan has that key; names the nearest.
         """
         return value_of(self.rows(), key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Like a dict's: `plan.get("zero_optimization")["stage"]`, as integrations ask of DeepSpeed's config."""
-        return looked_up(self.rows(), key, default)
+        """Return a value or a section as a dict's `get` does: `plan.get("zero_optimization")["stage"]`."""
+        return lookup(self.rows(), key, default)
 
     def origin(self, key: str) -> str:
-        """Origin of the value of `key`: "file:line", "dict", "default", "derived" or "auto"."""
+        """Return the origin of the value of `key`: "file:line", "dict", "default", "derived" or "auto"."""
         value_of(self.rows(), key)
         return self.origins.get(key, "default")

@@ -1,9 +1,9 @@
 """Dtypes, loss scaling and autocast from the config: the part of `resolve` that is about precision.
 
-Four sections speak of it.  fp16 and bf16 make the weights narrow, with float32 masters unless a key asks for narrow
-ones; torch_autocast (and amp, which is read as it) leaves them as they are and narrows operations; data_types says
-the rest.  Where none says what weights are, the model's own dtype stays.  bf16 weights inside a bf16 autocast are
-legal, as in DeepSpeed; `precision_rules` knows what is not.
+Four sections determine it.  fp16 and bf16 cast the weights to 16 bits, with float32 masters unless a key asks for
+16-bit ones; torch_autocast (and amp, which is read as it) keeps weights and casts operations; data_types sets the
+rest.  If no key sets the dtype of weights, the model keeps its own.  bf16 weights inside a bf16 autocast are valid,
+as in DeepSpeed; `precision_rules` rejects invalid combinations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zengine.config.keys.precision import Amp, Autocast, Bf16, DataTypes, Float8
 from zengine.config.keys.root import Settings
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.optimizer import is_narrow, optimizer_plan
-from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
 from zprecision import DynamicScaling, KeepInFp32, Precision, StaticScaling, Unscaled
 
@@ -28,10 +28,10 @@ __all__ = [
     "NumericsPlan",
     "Scaling",
     "autocast_of",
+    "default_master_dtype",
     "derived_dtypes",
     "keeps_model_dtype",
     "numerics",
-    "own_masters",
     "param_dtypes",
     "precision",
     "precision_notices",
@@ -47,7 +47,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float
 
 @attrs.frozen(kw_only=True)
 class Float8Plan:
-    """Linear layers that multiply in 8-bit floats; none without a pattern."""
+    """Linear layers with 8-bit matrix products; none without a pattern."""
 
     modules: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -55,31 +55,32 @@ class Float8Plan:
 
 @attrs.frozen(kw_only=True)
 class NumericsPlan:
-    """Precision of forward and of optimizer states, as far as the dtypes of weights do not decide it."""
+    """Precision of forward and of optimizer states beyond the dtypes of weights."""
 
     autocast: torch.dtype = torch.float32  # dtype of torch.autocast around forward; float32: none
     float8: Float8Plan = Float8Plan()
-    narrow_states: bool = False  # optimizer states in bf16 were asked for
-    amp_level: str = ""  # the Apex level that was asked for; "" without an amp section
+    narrow_states: bool = False  # bf16_optimizer_states is on
+    amp_level: str = ""  # opt_level of an enabled amp section, else ""
 
 
 PLAIN = NumericsPlan()
 
 
 def keeps_model_dtype(settings: Settings) -> bool:
-    """True if no key decides the dtype of the weights."""
+    """Return True if no key sets the dtype of the weights."""
     return not (settings.fp16.enabled or settings.bf16.enabled or settings.data_types.param_dtype)
 
 
-def own_masters(stage: int) -> torch.dtype | None:
-    """Dtype of masters where parameters keep the model's dtype: as in DeepSpeed, the parameters themselves
-    at stage 0, which is plain torch, and at least float32 from stage 1 on.
+def default_master_dtype(stage: int) -> torch.dtype | None:
+    """Return the least dtype of masters if parameters keep the model's dtype; None: there are no masters.
+
+    As in DeepSpeed: none at stage 0, which is plain torch, and at least float32 from stage 1 on.
     """
     return torch.float32 if stage else None
 
 
 def param_dtypes(settings: Settings) -> frozenset[str]:
-    """Dtypes of the weights by the config: one, or two where bf16 is "auto"; float32 where no key decides."""
+    """Return the dtype of the weights by the config, float32 if no key sets it; two dtypes if bf16 is "auto"."""
     if settings.fp16.enabled:
         return frozenset({"float16"})
     if settings.bf16.enabled == "auto":
@@ -88,7 +89,7 @@ def param_dtypes(settings: Settings) -> frozenset[str]:
 
 
 def autocast_of(settings: Settings) -> Autocast:
-    """The torch_autocast section, or what the amp section is read as."""
+    """Return the torch_autocast section, or the one that the amp section is read as."""
     amp = settings.amp
     if not amp.enabled or amp.opt_level == "O0":
         return settings.torch_autocast
@@ -97,12 +98,12 @@ def autocast_of(settings: Settings) -> Autocast:
 
 
 def precision(settings: Settings, facts: Facts) -> Precision:
-    """The dtypes of weights, sums, wire and masters, and what stays in float32."""
+    """Return the dtypes of weights, accumulators, collectives and masters, and the names that stay float32."""
     types = settings.data_types
     narrowest = sorted(param_dtypes(settings))[0]  # "bfloat16" before "float32"
     is_auto = settings.bf16.enabled == "auto"
     param: torch.dtype | None = None
-    master = own_masters(settings.zero_optimization.stage)
+    master = default_master_dtype(settings.zero_optimization.stage)
     if not keeps_model_dtype(settings):
         param = torch.float32 if is_auto and not facts.bf16_is_faster else _DTYPES[narrowest]
         master = param if _has_narrow_masters(settings) else torch.promote_types(param, torch.float32)
@@ -129,10 +130,10 @@ def _dtype(name: str, default: torch.dtype | None) -> torch.dtype | None:
 
 
 def wire_dtypes(settings: Settings) -> dict[str, Any]:
-    """Fields of a `ZeroPolicy`: what gradients travel in.
+    """Return the fields of a `ZeroPolicy` for the dtype of gradients in collectives.
 
-    Not said, each parameter's own dtype, but for those of autocast's safe modules: they are computed in the lower
-    one, and widening them first would only send zeros.
+    By default it is each parameter's dtype.  Gradients of autocast's safe modules are reduced in the lower dtype:
+    they are computed in it, and casting them up first would only send zeros.
     """
     if settings.communication_data_type:
         return {"reduce_dtype": _DTYPES[settings.communication_data_type]}
@@ -143,7 +144,7 @@ def wire_dtypes(settings: Settings) -> dict[str, Any]:
 
 
 def scaling(settings: Settings) -> Scaling:
-    """The rule of the loss scale: wherever gradients pass through float16."""
+    """Return the rule of the loss scale; a scale is needed wherever gradients are computed in float16."""
     fp16, autocast = settings.fp16, autocast_of(settings)
     if fp16.enabled:
         if fp16.loss_scale:
@@ -155,7 +156,7 @@ def scaling(settings: Settings) -> Scaling:
 
 
 def derived_dtypes(settings: Settings, dtypes: Precision) -> set[str]:
-    """Keys whose values follow from other sections, where they are not given themselves."""
+    """Return the keys whose values follow from other sections unless they are given."""
     added = optimizer_plan(settings, dtypes).params.keys() - settings.optimizer.params.keys()
     found = {f"optimizer.params.{key}" for key in added}
     if settings.fp16.enabled or settings.bf16.enabled:
@@ -168,7 +169,7 @@ def derived_dtypes(settings: Settings, dtypes: Precision) -> set[str]:
 
 
 def numerics(settings: Settings) -> NumericsPlan:
-    """Autocast, 8-bit layers and optimizer states, resolved."""
+    """Resolve autocast, 8-bit layers and optimizer states."""
     autocast, fp8 = autocast_of(settings), settings.fp8
     return NumericsPlan(
         autocast=_DTYPES[autocast.dtype] if autocast.enabled else torch.float32,
@@ -181,7 +182,7 @@ def numerics(settings: Settings) -> NumericsPlan:
 def precision_rows(
     precision: Precision, scaling: Scaling, numerics: NumericsPlan, narrow_classes: tuple[str, ...], **others: bool
 ) -> Iterator[PlanRow]:
-    """Rows of the sections of precision; `others` are `cast_inputs` and `skip_nonfinite` of the plan."""
+    """Yield the rows of the precision sections; `others` are `cast_inputs` and `skip_nonfinite` of the plan."""
     factor = scaling.factor if isinstance(scaling, StaticScaling) else "dynamic"
     yield from rows(
         "fp16.",
@@ -220,7 +221,7 @@ def _kept(keep: KeepInFp32) -> object:
 
 
 def precision_notices(config: Config, dtypes: Precision) -> list[str]:
-    """Notices about precision."""
+    """Return notices about precision."""
     return [
         *_amp_notices(config),
         *_copy_notices(config, dtypes),
@@ -236,29 +237,29 @@ def _amp_notices(config: Config) -> list[str]:
         return []
     where = f'{config.origin("amp.enabled")}: "amp" with opt_level {amp.opt_level}'
     if amp.opt_level == "O0":
-        return [f"{where} is read as nothing at all: training in float32"]
+        return [f"{where} has no effect here: training in float32"]
     factor = "dynamic loss scaling" if amp.loss_scale == "dynamic" else f"a loss scale of {amp.loss_scale:g}"
-    said = f'{where} is read as "torch_autocast": {{"enabled": true, "dtype": "fp16"}} with {factor}'
+    text = f'{where} is read as "torch_autocast": {{"enabled": true, "dtype": "fp16"}} with {factor}'
     if amp.opt_level == "O1":
-        return [f"{said}, which is what O1 does"]
+        return [f"{text}, which is equivalent to O1"]
     apart = "float16 weights with float32 masters" if amp.opt_level == "O2" else "float16 weights and no masters"
     also = ', "fp16_master_weights_and_grads": true' * (amp.opt_level == "O3")
     return [
-        f"{said}: weights stay float32, where {amp.opt_level} had {apart}. For those write "
+        f"{text}: weights stay float32, whereas {amp.opt_level} had {apart}. For those write "
         f'"fp16": {{"enabled": true{also}}} in place of "amp"'
     ]
 
 
 def _copy_notices(config: Config, dtypes: Precision) -> list[str]:
-    """Autograd saves what autocast made of a weight, and no partition can take that back."""
+    """Return a notice at stage 3: autograd saves autocast's copies of weights, which cannot be released."""
     settings, autocast = config.settings, autocast_of(config.settings)
     if not autocast.enabled or settings.zero_optimization.stage < 3 or is_narrow(dtypes.param):
         return []
     key = "amp" if settings.amp.enabled else "torch_autocast"
     return [
         f"{config.origin(f'{key}.enabled')}: with {key} at stage 3 every rank holds {autocast.dtype} copies of all "
-        "weights from forward to backward (2 bytes a parameter), where activations are not checkpointed. With "
-        '"bf16": {"enabled": true} there are none'
+        "weights from forward to backward (2 bytes per parameter) unless activations are checkpointed. With "
+        '"bf16": {"enabled": true} there are no copies'
     ]
 
 
@@ -272,12 +273,12 @@ def _scale_notices(config: Config) -> list[str]:
 
 
 def _autocast_notices(config: Config) -> list[str]:
-    """Keys of torch_autocast that others decide."""
+    """Return notices of torch_autocast keys that other keys override."""
     settings, autocast = config.settings, config.settings.torch_autocast
     scaled, narrow = "torch_autocast.loss_scale", "torch_autocast.lower_precision_safe_modules"
     idle = {
         scaled: f"gradients in {autocast.dtype} need no loss scale" * (autocast.dtype != "float16"),
-        narrow: "communication_data_type says what all gradients travel in" * bool(settings.communication_data_type),
+        narrow: "communication_data_type sets the dtype of all gradients" * bool(settings.communication_data_type),
     }
     given = {key: why for key, why in idle.items() if why and autocast.enabled and key in config.given}
     return [f"{config.origin(key)}: {key} has no effect here: {why}" for key, why in given.items()]

@@ -1,26 +1,26 @@
-"""Rules between the keys of precision; see rules.py."""
+"""Rules between the keys of precision; rules.py has the others."""
 
 from __future__ import annotations
 
 from zengine.config.grammar.errors import NOWHERE, Problem, shown
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.precision import autocast_of, param_dtypes
-from zengine.config.reading.choices import takes
+from zengine.config.reading.choices import accepts_option
 from zengine.config.reading.load import Config, at, violation
 
-__all__ = ["PRECISION_RULES", "float8_has_a_device"]
+__all__ = ["PRECISION_RULES", "check_fp8_device"]
 
 
-def one_half_precision(config: Config) -> Problem | None:
-    """fp16 and bf16 exclude each other, whatever "auto" would turn out to be."""
+def check_one_half_precision(config: Config) -> Problem | None:
+    """Reject fp16 and bf16 together, even if bf16 is "auto"."""
     if not (config.settings.fp16.enabled and config.settings.bf16.enabled):
         return None
     fp16, bf16 = at(config, "fp16.enabled"), at(config, "bf16.enabled")
     return violation(config, "fp16.enabled", f"{fp16} and {bf16} are both on", "Keep one of them.")
 
 
-def accumulator_holds_gradients(config: Config) -> Problem | None:
-    """A sum is kept in the dtype of the gradients themselves, or in a wider one."""
+def check_grad_accum_dtype(config: Config) -> Problem | None:
+    """Require an accumulator dtype that represents the gradients exactly."""
     settings = config.settings
     chosen = settings.data_types.grad_accum_dtype
     model = param_dtypes(settings)
@@ -36,8 +36,8 @@ def accumulator_holds_gradients(config: Config) -> Problem | None:
     )
 
 
-def amp_is_autocast(config: Config) -> Problem | None:
-    """amp is read as torch_autocast in float16, beside which the other sections have no room."""
+def check_amp(config: Config) -> Problem | None:
+    """Reject amp, which is read as torch_autocast in float16, together with the other sections."""
     settings = config.settings
     others = {
         "torch_autocast.enabled": settings.torch_autocast.enabled,
@@ -55,8 +55,8 @@ def amp_is_autocast(config: Config) -> Problem | None:
     )
 
 
-def autocast_widens_nothing(config: Config) -> Problem | None:
-    """Under autocast, weights are float32, or already of its own dtype and not float16."""
+def check_autocast_weights(config: Config) -> Problem | None:
+    """Require float32 weights under autocast, or bfloat16 ones under a bfloat16 autocast."""
     settings = config.settings
     autocast, model = autocast_of(settings), param_dtypes(settings)
     if not autocast.enabled or model <= {"float32", *({autocast.dtype} - {"float16"})}:
@@ -64,26 +64,26 @@ def autocast_widens_nothing(config: Config) -> Problem | None:
     halves = [name for name in ("fp16", "bf16") if getattr(settings, name).enabled]
     is_amp = autocast is not settings.torch_autocast
     if is_amp and halves:
-        return None  # told by amp_is_autocast
+        return None  # check_amp reports it
     switch = "amp.enabled" if is_amp else "torch_autocast.enabled"
     key = f"{halves[0]}.enabled" if halves else "data_types.param_dtype"
     narrow = sorted(model - {"float32"})[0]
     if narrow == "float16":
         reason = "autocast needs weights whose gradients are float32"
     elif narrow == "float64":
-        reason = "autocast leaves operations on float64 as they are"
+        reason = "autocast does not cast operations on float64"
     else:
         reason = f"its dtype, {autocast.dtype}, is another half precision"
     return violation(
         config,
         switch,
-        f"{at(config, switch)} does not go with weights in {narrow} ({at(config, key)}): {reason}",
+        f"{at(config, switch)} is incompatible with weights in {narrow} ({at(config, key)}): {reason}",
         "Keep one of the two sections; bf16 may be combined with torch_autocast in bf16.",
     )
 
 
-def param_dtype_is_the_sections(config: Config) -> Problem | None:
-    """data_types.param_dtype says what fp16 and bf16 say, or stands alone."""
+def check_param_dtype(config: Config) -> Problem | None:
+    """Reject data_types.param_dtype if fp16 or bf16 sets another dtype."""
     settings = config.settings
     chosen = settings.data_types.param_dtype
     section = next((name for name in ("fp16", "bf16") if getattr(settings, name).enabled), "")
@@ -94,13 +94,14 @@ def param_dtype_is_the_sections(config: Config) -> Problem | None:
     return violation(
         config,
         "data_types.param_dtype",
-        f"{at(config, 'data_types.param_dtype')} = {chosen} and {at(config, key)}{says} both say what weights are",
+        f"{at(config, 'data_types.param_dtype')} = {chosen} and {at(config, key)}{says} both set the dtype of "
+        "weights",
         "Leave param_dtype out.",
     )
 
 
-def narrow_states_need_narrow_masters(config: Config) -> Problem | None:
-    """bf16 optimizer states are those of bf16 masters."""
+def check_bf16_states(config: Config) -> Problem | None:
+    """Require bf16 masters for bf16_optimizer_states."""
     bf16, key = config.settings.bf16, "bf16.bf16_optimizer_states"
     if not bf16.enabled or not bf16.bf16_optimizer_states or bf16.bf16_master_weights_and_grads:
         return None
@@ -108,30 +109,31 @@ def narrow_states_need_narrow_masters(config: Config) -> Problem | None:
         config,
         key,
         f"{at(config, key)} needs bf16.bf16_master_weights_and_grads",
-        'Turn that on too; for float32 masters with bf16 states write "state_dtype": "bf16" into optimizer.params.',
+        'Set that to true as well; for float32 masters with bf16 states add "state_dtype": "bf16" to '
+        "optimizer.params.",
     )
 
 
-def one_format_of_states(config: Config) -> Problem | None:
-    """The optimizer's own option and bf16_optimizer_states say the same, or only one of them is given."""
+def check_state_dtype(config: Config) -> Problem | None:
+    """Reject bf16_optimizer_states beside another dtype in the optimizer's own options."""
     settings, key = config.settings, "bf16.bf16_optimizer_states"
     params = settings.optimizer.params
-    said = params.get("state_dtype")
-    option = "state_dtype" if said is not None else "fp32_optimizer_states"
-    agrees = said in (None, "bf16", "bfloat16") and not params.get("fp32_optimizer_states", False)
+    state_dtype = params.get("state_dtype")
+    option = "state_dtype" if state_dtype is not None else "fp32_optimizer_states"
+    agrees = state_dtype in (None, "bf16", "bfloat16") and not params.get("fp32_optimizer_states", False)
     if not settings.bf16.enabled or not settings.bf16.bf16_optimizer_states or agrees:
         return None
     return violation(
         config,
         key,
-        f"{at(config, key)} keeps states in bf16, and {at(config, f'optimizer.params.{option}')} = "
+        f"{at(config, key)} sets bf16 states, but {at(config, f'optimizer.params.{option}')} = "
         f"{shown(params[option])}",
         "Keep one of them.",
     )
 
 
-def float16_masters_have_float16_gradients(config: Config) -> Problem | None:
-    """A sum in float32 may be finite where the float16 gradient that the optimizer is given is not."""
+def check_fp16_accumulation(config: Config) -> Problem | None:
+    """Reject wider accumulators beside float16 masters: a finite float32 sum may overflow in the float16 gradient."""
     settings, key = config.settings, "fp16.fp16_master_weights_and_grads"
     chosen = settings.data_types.grad_accum_dtype
     if not settings.fp16.enabled or not settings.fp16.fp16_master_weights_and_grads or chosen in ("", "float16"):
@@ -139,30 +141,30 @@ def float16_masters_have_float16_gradients(config: Config) -> Problem | None:
     return violation(
         config,
         "data_types.grad_accum_dtype",
-        f"{at(config, 'data_types.grad_accum_dtype')} = {chosen} and {at(config, key)} both say what gradients are: "
-        "the optimizer is given them in float16, and what overflows there would not be seen",
+        f"{at(config, 'data_types.grad_accum_dtype')} = {chosen} and {at(config, key)} both set the dtype of "
+        "gradients: the optimizer gets them in float16, and their overflow would not be detected",
         "Leave grad_accum_dtype out.",
     )
 
 
-def float16_masters_have_wide_states(config: Config) -> Problem | None:
-    """Second moments of float16 gradients become 0 in float16, and the weights NaN."""
+def check_fp16_states(config: Config) -> Problem | None:
+    """Reject optimizers that keep states in float16: second moments underflow to 0, and weights become NaN."""
     settings, key = config.settings, "fp16.fp16_master_weights_and_grads"
     name, params = settings.optimizer.type, settings.optimizer.params
     narrow = settings.fp16.enabled and settings.fp16.fp16_master_weights_and_grads
-    if not narrow or not name or takes(name, {**params, "state_dtype": None}, "state_dtype", "fp32"):
+    if not narrow or not name or accepts_option(name, {**params, "state_dtype": None}, "state_dtype", "fp32"):
         return None
     return violation(
         config,
         key,
-        f"{at(config, key)} leaves {name} no room for its states: it keeps them in the dtype of the masters, and in "
-        "float16 second moments become 0",
+        f"{at(config, key)} does not work with {name}, which keeps its states in the dtype of the masters: second "
+        "moments in float16 underflow to 0",
         "Use Adam, AdamW, Lion, SGD, Adagrad, Lamb or Muon, whose states stay float32, or leave the key out.",
     )
 
 
-def float8_has_a_device(config: Config, facts: Facts) -> list[Problem]:
-    """8-bit products are refused where no device has them; which GPU it is, `Float8.convert` looks up."""
+def check_fp8_device(config: Config, facts: Facts) -> list[Problem]:
+    """Reject fp8 on devices other than GPUs; `Float8.convert` checks the GPU's capability."""
     if not config.settings.fp8.enabled or facts.device_type == "cuda":
         return []
     return [
@@ -177,13 +179,13 @@ def float8_has_a_device(config: Config, facts: Facts) -> list[Problem]:
 
 
 PRECISION_RULES = (
-    one_half_precision,
-    accumulator_holds_gradients,
-    amp_is_autocast,
-    autocast_widens_nothing,
-    param_dtype_is_the_sections,
-    narrow_states_need_narrow_masters,
-    one_format_of_states,
-    float16_masters_have_float16_gradients,
-    float16_masters_have_wide_states,
+    check_one_half_precision,
+    check_grad_accum_dtype,
+    check_amp,
+    check_autocast_weights,
+    check_param_dtype,
+    check_bf16_states,
+    check_state_dtype,
+    check_fp16_accumulation,
+    check_fp16_states,
 )

@@ -1,6 +1,6 @@
-"""Resolution of a config: with the facts of a machine it becomes a plan.  Pure, and complete.
+"""Resolution of a config: config and facts -> plan.  Pure.
 
-Values are derived once, here, and `Plan.origins` marks them; no part of the engine derives again.
+Values are derived only here, and `Plan.origins` marks them; no part of the engine derives values again.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ from zengine.config.grammar.table import Support, walk
 from zengine.config.keys.root import ROOT, Settings
 from zengine.config.plan.batch import BatchPlan, BatchTerms, Unsolvable, solve
 from zengine.config.plan.data import data_notices, data_plan
-from zengine.config.plan.data_rules import sequences_are_whole
+from zengine.config.plan.data_rules import check_whole_sequences
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.optimizer import SchedulerPlan, optimizer_notices, optimizer_plan
 from zengine.config.plan.parallel import ParallelPlan, activation_notices, parallel_notices, parallel_plan
-from zengine.config.plan.parts import planned
 from zengine.config.plan.plan import Plan
 from zengine.config.plan.precision import derived_dtypes, numerics, precision, precision_notices, scaling
-from zengine.config.plan.precision_rules import float8_has_a_device
-from zengine.config.plan.profiling import idle_profiling, profiler_ranks_exist, profiling
+from zengine.config.plan.precision_rules import check_fp8_device
+from zengine.config.plan.rows import planned
 from zengine.config.plan.rules import violations
-from zengine.config.plan.telemetry import idle_rates, telemetry_plan
+from zengine.config.plan.telemetry import (
+    check_profiler_ranks,
+    profiling,
+    profiling_notices,
+    rate_notices,
+    telemetry_plan,
+)
 from zengine.config.plan.zero import (
+    check_secondary_group_size,
+    check_shard_group_size,
     leaf_modules,
     offload_devices,
     offload_notices,
-    secondary_group_fits,
-    shard_groups_fit,
     stage_3_keys,
     zero_policy,
 )
@@ -40,20 +45,20 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
-    """Answer every question that `config` leaves open.
+    """Resolve every value of `config` for the world that `facts` describes.
 
-    Raises ConfigError with all rules that are broken: the degrees of parallelism, the batch equation for the ranks
-    that see different samples, and those between keys.
+    Raises ConfigError with every violated rule: the degrees of parallelism, the batch equation for the data-parallel
+    ranks, and the rules between keys.
     """
     parallel = parallel_plan(config, facts)
-    if isinstance(parallel, list):  # the other rules ask how many ranks do what
+    if isinstance(parallel, list):  # the remaining rules need the degrees
         raise ConfigError(config.source, violations(config) + parallel)
     batch = _batch(config, parallel)
     problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
-    problems += _replicas_as_expected(config, parallel, facts)
-    problems += shard_groups_fit(config, parallel)
-    problems += secondary_group_fits(config, parallel) + float8_has_a_device(config, facts)
-    problems += profiler_ranks_exist(config, facts) + sequences_are_whole(config, parallel)
+    problems += _check_data_parallel_size(config, parallel, facts)
+    problems += check_shard_group_size(config, parallel)
+    problems += check_secondary_group_size(config, parallel) + check_fp8_device(config, facts)
+    problems += check_profiler_ranks(config, facts) + check_whole_sequences(config, parallel)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings
@@ -115,7 +120,7 @@ def _batch(config: Config, parallel: ParallelPlan) -> BatchPlan | Problem:
         )
 
 
-def _replicas_as_expected(config: Config, parallel: ParallelPlan, facts: Facts) -> list[Problem]:
+def _check_data_parallel_size(config: Config, parallel: ParallelPlan, facts: Facts) -> list[Problem]:
     expected, found = config.settings.data_parallel_size, parallel.data_ranks
     if expected in (0, found):
         return []
@@ -131,10 +136,10 @@ def _replicas_as_expected(config: Config, parallel: ParallelPlan, facts: Facts) 
 
 
 def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
-    """Origin of each value of the plan, by the key that sets it."""
+    """Return the origin of each value of the plan, by the key that sets it."""
     settings = config.settings
     keys = [".".join(path) for path, entry in walk(ROOT) if entry.support is Support.HONOURED]
-    keys = [key for key in keys if ".*." not in key]  # members that the user names are listed as they were given
+    keys = [key for key in keys if ".*." not in key]  # members with the user's names are added from `given`
     named = (".params.", ".curriculum_metrics.", ".layer_specs")
     keys += [key for key in config.given if any(name in key for name in named)]
     origins = {key: config.origin(key) for key in keys}
@@ -149,10 +154,10 @@ def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
 
 
 def _notices(config: Config, facts: Facts, parallel: ParallelPlan, dtypes: Precision) -> list[str]:
-    """Notices that need the facts of the machine."""
+    """Return the notices that depend on the facts or on several keys."""
     settings = config.settings
-    notices = [*offload_notices(config, facts), *idle_profiling(config, facts), *data_notices(config)]
-    notices += [*idle_rates(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]
+    notices = [*offload_notices(config, facts), *profiling_notices(config, facts), *data_notices(config)]
+    notices += [*rate_notices(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + stage_3_keys(config)
     if unused and settings.zero_optimization.stage < 3:

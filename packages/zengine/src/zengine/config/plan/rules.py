@@ -1,7 +1,7 @@
-"""Rules between keys: each names both sides, where they stand, and which to drop.
+"""Rules between keys: each message has both keys, their places, and the one to change.
 
-A rule is a function from a config to a problem or none; `RULES` is the list.  None needs a machine, so that
-`zengine check` can apply them anywhere; the batch equation, which does, has a module of its own.
+A rule is a function from a config to a problem or None; `RULES` is the list.  No rule needs a machine, so
+`zengine check` applies them anywhere; the batch equation (batch.py) needs the number of replicas.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from zengine.config.reading.load import violation as _violation
 Rule = Callable[[Config], Problem | None]
 
 
-def prescale_leaves_nothing_to_predivide(config: Config) -> Problem | None:
-    """prescale_gradients divides by all replicas before the sum, so no part is left for the factor."""
+def check_predivide_factor(config: Config) -> Problem | None:
+    """Reject a pre-division factor beside prescale_gradients, which does the whole division before the sum."""
     settings = config.settings
     if not settings.prescale_gradients or settings.gradient_predivide_factor == 1.0:
         return None
     return _violation(
         config,
         "gradient_predivide_factor",
-        f"{_at(config, 'gradient_predivide_factor')} = {settings.gradient_predivide_factor:g} has no part of the "
-        f"division left: {_at(config, 'prescale_gradients')} does all of it before the sum",
+        f"{_at(config, 'gradient_predivide_factor')} = {settings.gradient_predivide_factor:g} cannot split the "
+        f"division: {_at(config, 'prescale_gradients')} does all of it before the sum",
         "Keep one of them.",
     )
 
 
-def a_sum_is_not_divided(config: Config) -> Problem | None:
-    """gradient_allreduce_op "sum" asks for no division at all."""
+def check_allreduce_op(config: Config) -> Problem | None:
+    """Reject keys that divide gradients beside gradient_allreduce_op "sum", which does not divide."""
     settings = config.settings
     if settings.gradient_allreduce_op != "sum":
         return None
@@ -44,14 +44,14 @@ def a_sum_is_not_divided(config: Config) -> Problem | None:
     return _violation(
         config,
         "gradient_allreduce_op",
-        f'{_at(config, "gradient_allreduce_op")} = "sum" divides nothing, yet '
+        f'{_at(config, "gradient_allreduce_op")} = "sum" does not divide, but '
         f"{' and '.join(_at(config, key) for key in dividing)} would divide",
-        'Drop them, or use "mean".',
+        'Remove them, or use "mean".',
     )
 
 
-def stage_2_keeps_no_full_gradient(config: Config) -> Problem | None:
-    """Reducing once a step needs a full local gradient, which stage 2 exists to avoid."""
+def check_reduce_at(config: Config) -> Problem | None:
+    """Reject reduce_at "boundary" from stage 2 on: it needs full local gradients, which these stages avoid."""
     zero = config.settings.zero_optimization
     if zero.stage < 2 or zero.reduce_at == "micro_step":
         return None
@@ -59,13 +59,13 @@ def stage_2_keeps_no_full_gradient(config: Config) -> Problem | None:
         config,
         "zero_optimization.reduce_at",
         f'{_at(config, "zero_optimization.reduce_at")} = "boundary" keeps a full gradient on every rank, which '
-        f"{_at(config, 'zero_optimization.stage')} = {zero.stage} exists to avoid",
-        'Use stage 1 for one exchange per step, or "micro_step".',
+        f"{_at(config, 'zero_optimization.stage')} = {zero.stage} avoids",
+        'Use stage 1 for one reduction per step, or "micro_step".',
     )
 
 
-def scale_starts_above_its_floor(config: Config) -> Problem | None:
-    """A dynamic loss scale starts at or above min_loss_scale."""
+def check_scale_floor(config: Config) -> Problem | None:
+    """Require an initial dynamic loss scale of at least min_loss_scale."""
     fp16 = config.settings.fp16
     start = 2.0**fp16.initial_scale_power
     if not fp16.enabled or fp16.loss_scale or fp16.min_loss_scale <= start:
@@ -79,8 +79,8 @@ def scale_starts_above_its_floor(config: Config) -> Problem | None:
     )
 
 
-def stage_0_shards_nothing(config: Config) -> Problem | None:
-    """Groups that hold one copy each mean nothing where every rank holds one."""
+def check_shard_group_stage(config: Config) -> Problem | None:
+    """Reject shard_group_size at stage 0, where nothing is sharded."""
     zero, key = config.settings.zero_optimization, "zero_optimization.shard_group_size"
     if zero.stage or not zero.shard_group_size:
         return None
@@ -92,8 +92,8 @@ def stage_0_shards_nothing(config: Config) -> Problem | None:
     )
 
 
-def files_have_a_folder(config: Config) -> Problem | None:
-    """Offload to nvme needs a path, and there is one for both sections."""
+def check_nvme_path(config: Config) -> Problem | None:
+    """Require a path for offload to nvme, the same for both sections."""
     zero = config.settings.zero_optimization
     states, weights = zero.offload_optimizer, zero.offload_param
     named = {
@@ -116,13 +116,13 @@ def files_have_a_folder(config: Config) -> Problem | None:
             config,
             key,
             f"{_at(config, key)} and {_at(config, 'zero_optimization.offload_optimizer.nvme_path')} differ",
-            "Give both the same folder: each rank makes one of its own in it.",
+            "Give both the same folder: each rank creates its own folder in it.",
         )
     return None
 
 
-def resting_weights_are_sharded(config: Config) -> Problem | None:
-    """Only stage 3 has weights that rest."""
+def check_offload_param_stage(config: Config) -> Problem | None:
+    """Require stage 3 for offload_param, which offloads weight shards."""
     zero = config.settings.zero_optimization
     if zero.offload_param.device == "none" or zero.stage == 3:
         return None
@@ -130,14 +130,14 @@ def resting_weights_are_sharded(config: Config) -> Problem | None:
     return _violation(
         config,
         key,
-        f'{_at(config, key)} = "{zero.offload_param.device}" moves the shards of stage 3, and '
+        f'{_at(config, key)} = "{zero.offload_param.device}" offloads the weight shards of stage 3, but '
         f"{_at(config, 'zero_optimization.stage')} = {zero.stage}",
         'Use stage 3, or set it to "none".',
     )
 
 
-def what_stays_begins_with_the_last(config: Config) -> Problem | None:
-    """The other keys of checkpoint.keep add to the last few; alone they would delete the run's newest work."""
+def check_keep_last(config: Config) -> Problem | None:
+    """Require checkpoint.keep.last beside its other keys, which alone would delete the newest checkpoints."""
     keep = config.settings.checkpoint.keep
     added = [f"checkpoint.keep.{key}" for key in ("every", "best", "tags") if getattr(keep, key)]
     if keep.last or not added:
@@ -145,13 +145,13 @@ def what_stays_begins_with_the_last(config: Config) -> Problem | None:
     return _violation(
         config,
         added[0],
-        f"{_at(config, added[0])} says what stays beside the last few, and checkpoint.keep.last is not set",
+        f"{_at(config, added[0])} extends checkpoint.keep.last, which is not set",
         "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
     )
 
 
-def one_piece_of_parts_has_a_size(config: Config) -> Problem | None:
-    """contiguous_memory_optimization holds parts of activations, a number of them that somebody has to know."""
+def check_contiguous_checkpointing(config: Config) -> Problem | None:
+    """Require the keys that size the buffer of contiguous_memory_optimization."""
     section = config.settings.activation_checkpointing
     if not section.contiguous_memory_optimization:
         return None
@@ -162,27 +162,27 @@ def one_piece_of_parts_has_a_size(config: Config) -> Problem | None:
     return _violation(
         config,
         key,
-        f"{_at(config, key)} keeps parts of activations in one piece of memory, and {' and '.join(needed)} "
+        f"{_at(config, key)} keeps parts of activations in one buffer, and {' and '.join(needed)} "
         f"{'is' if len(needed) == 1 else 'are'} not set",
-        'Set "partition_activations" to true and "number_checkpoints" to the blocks that a forward passes, or leave '
+        'Set "partition_activations" to true and "number_checkpoints" to the number of checkpointed blocks, or leave '
         "it out.",
     )
 
 
 RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
-    prescale_leaves_nothing_to_predivide,
-    a_sum_is_not_divided,
-    stage_2_keeps_no_full_gradient,
-    scale_starts_above_its_floor,
-    stage_0_shards_nothing,
-    files_have_a_folder,
-    resting_weights_are_sharded,
-    what_stays_begins_with_the_last,
-    one_piece_of_parts_has_a_size,
+    check_predivide_factor,
+    check_allreduce_op,
+    check_reduce_at,
+    check_scale_floor,
+    check_shard_group_stage,
+    check_nvme_path,
+    check_offload_param_stage,
+    check_keep_last,
+    check_contiguous_checkpointing,
 )
 
 
 def violations(config: Config) -> list[Problem]:
-    """Every rule that `config` breaks."""
+    """Return a problem for every rule that `config` breaks."""
     return [problem for rule in RULES if (problem := rule(config)) is not None] + data_violations(config)

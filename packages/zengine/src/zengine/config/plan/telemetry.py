@@ -1,4 +1,7 @@
-"""Telemetry of the plan: what is measured and where it is written."""
+"""Telemetry and profiling of the plan: measurements, where they are written, and the profilers.
+
+The sections of the profilers need no resolving: each is its own part of the plan.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,50 @@ from collections.abc import Iterator
 
 import attrs
 
+from zengine.config.grammar.errors import NOWHERE, Problem
 from zengine.config.keys.root import Settings
-from zengine.config.keys.telemetry import MonitorKeys, ThroughputSection
-from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.keys.telemetry import (
+    CommsLogger,
+    FlopsProfilerSection,
+    MonitorKeys,
+    Profiler,
+    ThroughputSection,
+)
+from zengine.config.plan.facts import Facts
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
 
-__all__ = ["RatePlan", "TelemetryPlan", "idle_rates", "telemetry_plan", "telemetry_rows"]
+__all__ = [
+    "CommsPlan",
+    "FlopsPlan",
+    "ProfilingPlan",
+    "RatePlan",
+    "TelemetryPlan",
+    "WindowPlan",
+    "check_profiler_ranks",
+    "profiling",
+    "profiling_notices",
+    "profiling_rows",
+    "rate_notices",
+    "telemetry_plan",
+    "telemetry_rows",
+]
+
+FlopsPlan = FlopsProfilerSection
+WindowPlan = Profiler
+CommsPlan = CommsLogger
 
 
 @attrs.frozen(kw_only=True)
 class RatePlan(ThroughputSection):
-    """Computation of speed: the section timers.throughput, with an answer for recomputation."""
+    """Throughput settings: the section timers.throughput, with `recomputation` as a string."""
 
-    recomputation: str = "auto"  # "yes" | "no" | "auto": measured in the first step
+    recomputation: str = "auto"  # "yes" | "no" | "auto": detected in the first step
 
 
 @attrs.frozen(kw_only=True)
 class TelemetryPlan(MonitorKeys):
-    """Measurements and their destinations: the keys that need no resolving, and values derived from others."""
+    """Measurements and sinks: the keys that need no resolution, and derived values."""
 
     throughput: bool = True  # samples per second (timers.throughput)
     rates: RatePlan = RatePlan()
@@ -33,13 +62,22 @@ class TelemetryPlan(MonitorKeys):
 
     @property
     def is_wanted(self) -> bool:
-        """Something is asked for.  ThroughputSection alone does not count: without a monitor nothing shows it."""
+        """True if a monitor, a log or a measurement is enabled; throughput alone does not count: no sink shows it."""
         keys = attrs.asdict(self, recurse=False, filter=lambda field, _: "row" in field.metadata)
         return self.comms_log or any(getattr(value, "enabled", bool(value)) for value in keys.values())
 
 
+@attrs.frozen(kw_only=True)
+class ProfilingPlan:
+    """Plan of the FLOPs profiler, the window of traces and the log of collectives."""
+
+    flops: FlopsProfilerSection = attrs.field(factory=FlopsProfilerSection)
+    window: Profiler = attrs.field(factory=Profiler)
+    comms: CommsLogger = attrs.field(factory=CommsLogger)
+
+
 def telemetry_plan(settings: Settings) -> TelemetryPlan:
-    """The sections about telemetry, resolved."""
+    """Resolve the telemetry sections."""
     comms, section = settings.comms_logger, settings.timers.throughput
     answers = {"auto": "auto", True: "yes", False: "no"}
     return TelemetryPlan(
@@ -52,19 +90,75 @@ def telemetry_plan(settings: Settings) -> TelemetryPlan:
     )
 
 
-def idle_rates(config: Config) -> list[str]:
-    """Notices of keys about speed that nothing shows."""
+def profiling(settings: Settings) -> ProfilingPlan:
+    """Return the profiling sections; a log that counts nothing is off."""
+    comms = settings.comms_logger
+    return ProfilingPlan(
+        flops=settings.flops_profiler,
+        window=settings.profiler,
+        comms=attrs.evolve(comms, enabled=comms.counts_anything),
+    )
+
+
+def telemetry_rows(telemetry: TelemetryPlan) -> Iterator[PlanRow]:
+    """Yield the rows of the telemetry keys."""
+    yield from rows("", telemetry, MonitorKeys)
+    yield from rows("timers.throughput.", telemetry.rates, ThroughputSection, enabled=telemetry.throughput)
+
+
+def profiling_rows(plan: ProfilingPlan) -> Iterator[PlanRow]:
+    """Yield the rows of the profiling sections."""
+    yield from rows("comms_logger.", plan.comms, CommsLogger)
+    yield from rows("flops_profiler.", plan.flops, FlopsProfilerSection)
+    yield from rows("profiler.", plan.window, Profiler)
+
+
+def rate_notices(config: Config) -> list[str]:
+    """Return notices of timers.throughput keys if no sink shows the throughput."""
     if telemetry_plan(config.settings).is_wanted:
         return []
     keys = [key for key in config.given if key.startswith("timers.throughput.") and not key.endswith(".enabled")]
     return [
-        f"{config.origin(key)}: {key} has no effect here: nothing reports the speed (steps_per_print, bench_steps "
-        "and the monitors are off)"
+        f"{config.origin(key)}: {key} has no effect here: no output shows the throughput (steps_per_print, "
+        "bench_steps and the monitors are off)"
         for key in keys
     ]
 
 
-def telemetry_rows(telemetry: TelemetryPlan) -> Iterator[PlanRow]:
-    """Rows of the keys about telemetry."""
-    yield from rows("", telemetry, MonitorKeys)
-    yield from rows("timers.throughput.", telemetry.rates, ThroughputSection, enabled=telemetry.throughput)
+def check_profiler_ranks(config: Config, facts: Facts) -> list[Problem]:
+    """Require that the recording ranks exist."""
+    window, key = config.settings.profiler, "profiler.ranks"
+    missing = [rank for rank in window.ranks if rank >= facts.world_size]
+    if not window.enabled or not missing:
+        return []
+    return [
+        Problem(
+            place=config.given.get(key, NOWHERE),
+            key=key,
+            given=list(window.ranks),
+            reason=f"this run has ranks 0 to {facts.world_size - 1}",
+            suggestion="Name ranks of the run, or write [] for all of them.",
+        )
+    ]
+
+
+def profiling_notices(config: Config, facts: Facts) -> list[str]:
+    """Return notices of profiling keys without effect on this machine or in this combination."""
+    settings, notices = config.settings, []
+    if settings.profiler.enabled and settings.profiler.memory_snapshot and facts.device_type != "cuda":
+        key = "profiler.memory_snapshot"
+        notices.append(
+            f"{config.origin(key)}: {key} records CUDA's allocator, which this run does not use: the trace contains "
+            "every allocation of the CPU instead, as with profiler.profile_memory"
+        )
+    comms = settings.comms_logger
+    if comms.enabled and comms.prof_all and comms.prof_ops:
+        key = "comms_logger.prof_ops"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: prof_all is true, so all are counted")
+    if comms.enabled and not comms.counts_anything:
+        key = "comms_logger.enabled"
+        notices.append(f"{config.origin(key)}: comms_logger counts nothing: prof_all is false and prof_ops is empty")
+    if comms.enabled and comms.debug and not comms.verbose:
+        key = "comms_logger.debug"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: verbose is false, so there are no lines")
+    return notices

@@ -1,10 +1,9 @@
-"""ZeRO of the plan: the policy for zpartition, from the config, the machine and the degrees of parallelism.
+"""ZeRO plan: the policy for zpartition, from the config, the machine and the degrees of parallelism.
 
-Offload: on a machine without a GPU everything is on the CPU already, so "cpu" moves and copies nothing.  "nvme" means
-files everywhere.
+Offload: without a GPU everything is on the CPU already, so "cpu" has no effect.  "nvme" means files on any machine.
 
-ZeRO++: weights travel in 8 bits and gradients in 4, the widths of the paper.  Gradients are summed inside a node
-first, and then between nodes; the size of a node is `zero_hpz_partition_size`, else what the launcher says.
+ZeRO++: weights are gathered in 8 bits and gradients reduced in 4, as in the paper.  Gradients are summed first within
+and then between nodes; the size of a node is `zero_hpz_partition_size`, else the launcher's local world size.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from zengine.config.keys.root import Settings
 from zengine.config.keys.zero import Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.parallel import ParallelPlan
-from zengine.config.plan.parts import PlanRow, planned, rows
 from zengine.config.plan.precision import wire_dtypes
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
 from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
 from zprecision import Precision
 
 __all__ = [
+    "check_secondary_group_size",
+    "check_shard_group_size",
     "leaf_modules",
     "offload_devices",
     "offload_notices",
-    "secondary_group_fits",
-    "shard_groups_fit",
     "stage_3_keys",
     "zero_policy",
     "zero_rows",
@@ -44,7 +43,7 @@ _TUNING = "zero_optimization.offload_optimizer."
 
 
 def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: ParallelPlan) -> ZeroPolicy:
-    """The policy: the values of zero_optimization whose rows name a field, and those that are derived."""
+    """Return the policy: the values of zero_optimization whose rows name a field, and the derived ones."""
     zero = settings.zero_optimization
     derived = {
         "accumulate_dtype": dtypes.accumulate,
@@ -70,7 +69,7 @@ def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: P
 
 
 def _shard_group_size(settings: Settings, parallel: ParallelPlan) -> int:
-    """Ranks of one copy: the key, or the axes of a mesh that has an axis of replicas."""
+    """Return the ranks per sharded copy: the key, or derived from a mesh with a `replicate` axis."""
     zero = settings.zero_optimization
     if zero.shard_group_size or not zero.stage or parallel.degrees.replicate == 1:
         return zero.shard_group_size
@@ -78,19 +77,19 @@ def _shard_group_size(settings: Settings, parallel: ParallelPlan) -> int:
 
 
 def leaf_modules(settings: Settings) -> dict[str, tuple[str, ...]]:
-    """The names of leaf modules as they were given."""
+    """Return the names of leaf modules as given."""
     leaves = settings.zero_optimization.leaf_module
     return {"classes": leaves.classes, "names": leaves.names, "name_suffixes": leaves.name_suffixes}
 
 
 def offload_devices(settings: Settings) -> dict[str, str]:
-    """Device of each offloaded part, by the name of its section."""
+    """Return the device of each offload section, by name."""
     zero = settings.zero_optimization
     return {"offload_optimizer": zero.offload_optimizer.device, "offload_param": zero.offload_param.device}
 
 
 def _offload(settings: Settings, facts: Facts) -> Offload:
-    """The policy of offload; `rules` have checked that there is a path where one is needed."""
+    """Return the offload policy; `rules` have checked the paths."""
     zero = settings.zero_optimization
     states, weights = zero.offload_optimizer, zero.offload_param
     tier = _tier(states.device, facts)
@@ -114,7 +113,7 @@ def _tier(device: str, facts: Facts) -> Tier:
 
 
 def _zeropp_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str, int]:
-    """The policy's fields of ZeRO++; all zero below stage 3."""
+    """Return the policy's ZeRO++ fields; all zero below stage 3."""
     names = ("weight_bits", "frozen_weight_bits", "secondary_group_size", "gradient_bits", "gradient_hop_size")
     if zero.stage < 3:
         return dict.fromkeys(names, 0)
@@ -132,7 +131,7 @@ def _zeropp_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str
 
 
 def _copy_size(zero: Zero, parallel: ParallelPlan) -> int:
-    """Ranks over which weights are cut."""
+    """Return the number of ranks over which weights are sharded."""
     return zero.shard_group_size or parallel.gradient_ranks
 
 
@@ -142,7 +141,7 @@ def _copy_size(zero: Zero, parallel: ParallelPlan) -> int:
 def zero_rows(
     policy: ZeroPolicy, offloads: Mapping[str, str], leaf_modules: Mapping[str, tuple[str, ...]]
 ) -> Iterator[PlanRow]:
-    """Rows of zero_optimization and aio."""
+    """Yield the rows of zero_optimization and aio."""
     home = "zero_optimization."
     yield from rows(home, policy, Zero)
     yield from rows(f"{home}leaf_module.", policy, LeafModule, **_all_names(leaf_modules))
@@ -166,8 +165,8 @@ def _all_names(leaf_modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[s
 # -- rules and notices ---------------------------------------------------------------------------
 
 
-def shard_groups_fit(config: Config, parallel: ParallelPlan) -> list[Problem]:
-    """shard_group_size divides the ranks that share the model."""
+def check_shard_group_size(config: Config, parallel: ParallelPlan) -> list[Problem]:
+    """Require that shard_group_size divides the ranks that share the model."""
     size, key = config.settings.zero_optimization.shard_group_size, "zero_optimization.shard_group_size"
     ranks = parallel.gradient_ranks
     if not size or ranks % size == 0:
@@ -184,8 +183,8 @@ def shard_groups_fit(config: Config, parallel: ParallelPlan) -> list[Problem]:
     ]
 
 
-def secondary_group_fits(config: Config, parallel: ParallelPlan) -> list[Problem]:
-    """Nodes are filled; alone, nothing is sharded and nobody looks."""
+def check_secondary_group_size(config: Config, parallel: ParallelPlan) -> list[Problem]:
+    """Require that zero_hpz_partition_size divides the ranks of a copy; not checked on a single rank."""
     zero = config.settings.zero_optimization
     size, total = zero.zero_hpz_partition_size, _copy_size(zero, parallel)
     if zero.stage < 3 or total == 1 or total % size == 0:
@@ -203,7 +202,7 @@ def secondary_group_fits(config: Config, parallel: ParallelPlan) -> list[Problem
 
 
 def stage_3_keys(config: Config) -> list[str]:
-    """Keys that ask for something which only stage 3 does."""
+    """Return the given keys of features that only stage 3 has."""
     zero = config.settings.zero_optimization
     asked = {
         "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
@@ -215,15 +214,15 @@ def stage_3_keys(config: Config) -> list[str]:
 
 
 def offload_notices(config: Config, facts: Facts) -> list[str]:
-    """Notices of offload keys without effect on this machine, or beside the other keys."""
+    """Return notices of offload keys without effect on this machine or in this combination."""
     zero = config.settings.zero_optimization
     notices = []
     for name, device in offload_devices(config.settings).items():
         if device == "cpu" and facts.device_type == "cpu":
             key = f"zero_optimization.{name}.device"
             notices.append(
-                f"{config.origin(key)}: {key} has no effect here: this run computes on the CPU, where everything is "
-                "already"
+                f"{config.origin(key)}: {key} has no effect here: this run computes on the CPU, so everything is on "
+                "the CPU already"
             )
     tuned = {"sub_group_size": "zero_optimization.sub_group_size", "super_offload": f"{_TUNING}super_offload"}
     tuned |= {key: f"{_TUNING}{key}" for key in ("ratio", "pin_memory", "buffer_count")}

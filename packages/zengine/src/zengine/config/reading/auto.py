@@ -1,14 +1,14 @@
-"""Values for `"auto"`, which Hugging Face's integrations fill in and a plain run does not.
+"""Values for `"auto"` in configs that Hugging Face's integrations would complete.
 
-A config written for the Trainer or for Accelerate leaves values open that those take from their own arguments.  Read
-by itself such a file still says what it wants, so each open value becomes what the Trainer's arguments are by
-default, or what follows from the rest of the file, and is shown with the origin "auto".  A value that only a data set
-or a model can tell, and for which a guess would train something else, is an error that says who fills it in.
+The Trainer and Accelerate replace "auto" by their own arguments.  In a run without them, each "auto" becomes the
+default of the Trainer's argument or follows from the rest of the file, and the plan shows the origin "auto".  A value
+that depends on the data set or the model, for which a guess would change the training, is an error that names the
+argument of the Trainer.
 
-The replacement happens before the table of keys reads the document: no kind of value has to know about "auto".  Keys
-whose own values include it (bf16.enabled, which is measured) stay as they are.
+The replacement precedes the table of keys, so no kind of value handles "auto".  Keys whose own values include it
+(bf16.enabled, which is measured) are not replaced.
 
-Rejected: dropping the key without a word, as DeepSpeed's sections do (nobody learns that the learning rate was lost).
+Rejected: silently dropping the key, as DeepSpeed's sections do (the learning rate is lost without a notice).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import attrs
 from zengine.config.grammar.errors import Problem, shown
 from zengine.config.grammar.scan import Document, Path, dotted
 
-__all__ = ["AUTO", "Auto", "Settled", "settle"]
+__all__ = ["AUTO", "Auto", "FilledDocument", "fill_autos"]
 
 
 @attrs.frozen
 class Auto:
     """Replacement of one "auto"."""
 
-    by: str  # what fills it in elsewhere: an argument of the Trainer, "the model's hidden size"
-    here: str = "derived from the other keys"  # what happens here; "" = it cannot be guessed
-    value: object = None  # None: the key is left out, and its default or the other keys decide
-    instead: str = ""  # what to write, where it cannot be guessed
+    by: str  # source of the value in Hugging Face's integrations: an argument of the Trainer, ...
+    here: str = "derived from the other keys"  # source of the value here; "" = it cannot be guessed
+    value: object = None  # None: the key is left out; its default or the other keys apply
+    instead: str = ""  # suggestion if it cannot be guessed
 
     @property
     def how(self) -> str:
-        """The origin of the value, in a few words."""
+        """Return a short description of the value's origin."""
         return f"default of {self.by}" if self.is_a_default else f"{self.here}; the Trainer: {self.by}"
 
     @property
     def is_a_default(self) -> bool:
-        """True if the value is the default of an argument, which a user may have set otherwise."""
+        """True if the value is the default of a Trainer argument, which the user may have set otherwise."""
         return self.here == _DEFAULT
 
 
@@ -48,7 +48,7 @@ _DEFAULT = "the default of that argument"
 
 
 def _same(argument: str, value: object) -> Auto:
-    """The default of an argument of the Trainer."""
+    """Return a replacement by the default of a Trainer argument."""
     return Auto(argument, _DEFAULT, value)
 
 
@@ -92,26 +92,26 @@ AUTO: Mapping[str, Auto] = {
     "steps_per_print": Auto("left to the user", "never"),
 }
 
-MICRO_BATCH = 8  # where train and micro are both open
+MICRO_BATCH = 8  # the Trainer's default, if train and micro are both "auto"
 
 
 @attrs.frozen(kw_only=True)
-class Settled:
-    """A document without open values."""
+class FilledDocument:
+    """Document with every "auto" replaced."""
 
     document: Document
-    autos: Mapping[str, str] = attrs.field(factory=dict)  # key -> how its value came about
+    autos: Mapping[str, str] = attrs.field(factory=dict)  # key -> origin of its value
     notices: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
-def settle(document: Document, fill: Mapping[str, Any]) -> Settled:
-    """Replace every "auto" of the table; `fill` (key -> value) goes before it.  Pure."""
+def fill_autos(document: Document, fill: Mapping[str, Any]) -> FilledDocument:
+    """Replace every "auto" that `AUTO` lists; `fill` (key -> value) takes precedence.  Pure."""
     if not isinstance(document.data, Mapping):
-        return Settled(document=document)
+        return FilledDocument(document=document)
     filling = _Filling(document, fill)
     data = filling.completed(filling.section(document.data, ()))
-    return Settled(
+    return FilledDocument(
         document=attrs.evolve(document, data=data),
         autos=filling.autos,
         notices=filling.notices(),
@@ -120,26 +120,26 @@ def settle(document: Document, fill: Mapping[str, Any]) -> Settled:
 
 
 class _Filling:
-    """One walk over the open values of a document."""
+    """One walk over the "auto" values of a document."""
 
     def __init__(self, document: Document, fill: Mapping[str, Any]) -> None:
         self.document = document
         self.fill = fill
         self.autos: dict[str, str] = {}
-        self.guesses: list[str] = []  # "gradient_clipping = 1.0 (--max_grad_norm)": what somebody may want otherwise
+        self.guesses: list[str] = []  # defaults to report: "gradient_clipping = 1.0 (--max_grad_norm)"
         self.problems: list[Problem] = []
 
     def section(self, data: Mapping[str, Any], path: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in data.items():
             here = (*path, name)
-            settled = self.section(value, here) if isinstance(value, Mapping) else self.settled(value, here)
-            if settled is not None or value is None:
-                found[name] = settled
+            new = self.section(value, here) if isinstance(value, Mapping) else self.replacement(value, here)
+            if new is not None or value is None:
+                found[name] = new
         return found
 
-    def settled(self, value: object, path: Path) -> object:
-        """Replacement of one value; None leaves its key out."""
+    def replacement(self, value: object, path: Path) -> object:
+        """Return the replacement of one value; None leaves its key out."""
         key = dotted(path)
         entry = AUTO.get(key)
         if value != "auto" or (entry is None and key not in self.fill):
@@ -157,7 +157,7 @@ class _Filling:
         return entry.value
 
     def completed(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Values that follow from others which were open, too."""
+        """Add values that follow from other replaced ones."""
         micro, train = "train_micro_batch_size_per_gpu", "train_batch_size"
         if {micro, train} & set(self.autos) and not {micro, train} & set(found):
             self.autos[micro] = "default of --per_device_train_batch_size"
@@ -169,12 +169,12 @@ class _Filling:
         return found
 
     def notices(self) -> tuple[str, ...]:
-        """One line for all that took the default of an argument."""
+        """Return one line for all values that are defaults of Trainer arguments."""
         if not self.guesses:
             return ()
         source = self.document.place(()).origin()
         return (
-            f'{source}: "auto" became what the arguments of the Trainer are by default: {"; ".join(self.guesses)}',
+            f'{source}: "auto" is replaced by the defaults of the Trainer\'s arguments: {"; ".join(self.guesses)}',
         )
 
     def problem(self, key: str, entry: Auto, path: Path) -> Problem:
@@ -182,13 +182,13 @@ class _Filling:
             place=self.document.place(path),
             key=key,
             given="auto",
-            reason=f"Hugging Face's Trainer fills it in ({entry.by}), and nothing in this file tells it",
+            reason=f"Hugging Face's Trainer fills it in ({entry.by}), and no other key of this file determines it",
             suggestion=entry.instead,
         )
 
 
 def _at(data: Any, *path: str) -> Any:
-    """The value at a path of plain data; None when there is none."""
+    """Return the value at a path of plain data; None if there is none."""
     for part in path:
         data = data.get(part) if isinstance(data, Mapping) else None
     return data

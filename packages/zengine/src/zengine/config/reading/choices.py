@@ -1,8 +1,8 @@
-"""Optimizers and schedules by name: the names and options that zoptim will be asked for.
+"""Validation of optimizers and schedules: their names and options are passed to zoptim on one number.
 
-They are tried here on one number, long before the model exists, because a misspelt `weight_decay` should be found
-together with the other slips of the file.  zoptim stays the only place that knows its names, options and
-ranges.  Rejected: a copy of its option lists here, which would be wrong after the first change there.
+This happens before the model exists, so a misspelt `weight_decay` is reported together with the other mistakes of the
+file.  zoptim alone defines its names, options and ranges.  Rejected: a copy of its option lists here, which would be
+wrong after the first change there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zengine.config.keys.training import Optimizer, Scheduler
 
 Make = Callable[[str, Mapping[str, Any]], object]
 
-# Options that are right for an optimizer alone and pointless beside what the engine does.
+# Options that are valid for an optimizer alone and redundant in the engine.
 _ENGINE_DOES: dict[str, str] = {
-    "split_master": "the engine keeps float32 masters of low-precision weights itself: there is nothing to split. "
+    "split_master": "the engine keeps float32 masters of low-precision weights, so there is nothing to split. "
     'Remove it; "state_dtype": "bf16" or "8bit" makes the optimizer smaller, bf16.bf16_master_weights_and_grads the '
     "masters",
 }
@@ -40,7 +40,7 @@ class Choices:
 
 
 def check_choices(settings: Settings, document: Document) -> Choices:
-    """Try the optimizer and the schedule of `settings`.  Pure but for tiny tensors that are dropped."""
+    """Build the optimizer and the schedule of `settings` on one number and collect the problems.  Pure."""
     optimizer = _Trial("optimizer", settings.optimizer, _make_optimizer, document)
     faults = list(optimizer.problems())
     scheduler = _Trial(
@@ -49,8 +49,8 @@ def check_choices(settings: Settings, document: Document) -> Choices:
     return Choices(problems=(*faults, *scheduler.problems()), given={**optimizer.places(), **scheduler.places()})
 
 
-def takes(name: str, params: Mapping[str, Any], option: str, value: object) -> bool:
-    """True if the optimizer `name` with `params` also accepts `option` with this value."""
+def accepts_option(name: str, params: Mapping[str, Any], option: str, value: object) -> bool:
+    """Return True if the optimizer `name` with `params` also accepts `option` with this value."""
     failure = _failure(_make_optimizer, name, {**params, option: value})
     return failure is None or _depends_on_groups(failure, params)
 
@@ -60,7 +60,7 @@ def _make_optimizer(name: str, params: Mapping[str, Any]) -> torch.optim.Optimiz
 
 
 def _schedule_maker(optimizer: Optimizer) -> Make:
-    """Schedules are tried on the optimizer of the config, or on AdamW when the caller brings one."""
+    """Return a maker of schedules on the optimizer of the config, or on AdamW if the caller passes one."""
 
     def make(name: str, params: Mapping[str, Any]) -> object:
         named = optimizer if optimizer.type else Optimizer(type="AdamW")
@@ -71,7 +71,7 @@ def _schedule_maker(optimizer: Optimizer) -> Make:
 
 @attrs.frozen
 class _Trial:
-    """One section, tried in three steps: the name, the names of its options, their values."""
+    """One section, validated in three steps: the name, the names of its options, their values."""
 
     section: str
     chosen: Optimizer | Scheduler
@@ -79,7 +79,7 @@ class _Trial:
     document: Document
 
     def problems(self) -> Iterator[Problem]:
-        """Problems of the first step that has any."""
+        """Yield the problems of the first step that has any."""
         if not self.chosen.type:
             if self.chosen.params:
                 yield self.problem("params", f"given without {self.section}.type, the name of what to build")
@@ -92,7 +92,7 @@ class _Trial:
         yield from options or self.value_problem()
 
     def option_problems(self) -> Iterator[Problem]:
-        """Options that do not exist, or that somebody else was to fill in."""
+        """Yield problems of options that do not exist, are redundant, or are still "auto"."""
         for name, value in self.chosen.params.items():
             failure = _failure(self.make, self.chosen.type, {name: value})
             if value == "auto":
@@ -104,7 +104,7 @@ class _Trial:
                 yield self.problem(f"params.{name}", _sentence(failure), value)
 
     def value_problem(self) -> Iterator[Problem]:
-        """The error of building with all options, at the option that it names."""
+        """Yield the error of building with all options, at the option that it names."""
         params = self.chosen.params
         failure = _failure(self.make, self.chosen.type, params)
         if failure is None or _depends_on_groups(failure, params):
@@ -118,15 +118,15 @@ class _Trial:
         return Problem(place=place, key=f"{self.section}.{key}", given=given, reason=reason)
 
     def places(self) -> dict[str, Place]:
-        """Places of the options in the source."""
+        """Return the places of the options in the source."""
         path = (self.section, "params")
         return {".".join((*path, name)): self.document.place((*path, name)) for name in self.chosen.params}
 
 
 def _failure(make: Make, name: str, params: Mapping[str, Any]) -> Exception | None:
-    """The exception that building raises; the values of the config caused it, whatever its class."""
+    """Return the exception that building raises, of any class: the values of the config caused it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said when the real one is built
+        warnings.simplefilter("ignore")  # the real build warns
         try:
             make(name, params)
         except Exception as failure:
@@ -135,12 +135,12 @@ def _failure(make: Make, name: str, params: Mapping[str, Any]) -> Exception | No
 
 
 def _depends_on_groups(failure: Exception, params: Mapping[str, Any]) -> bool:
-    """One value for each parameter group cannot be tried without the groups."""
+    """Return True if an option has one value per parameter group, which cannot be checked without the groups."""
     return "parameter groups" in str(failure) and any(isinstance(value, (list, tuple)) for value in params.values())
 
 
 def _named_in(message: str, params: Mapping[str, Any]) -> str:
-    """The option that a message is about, "" when it names none."""
+    """Return the option that a message names; "" if it names none."""
     return next((name for name in params if re.search(rf"\b{re.escape(name)}\b", message)), "")
 
 

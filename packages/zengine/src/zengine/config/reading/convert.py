@@ -1,8 +1,7 @@
-"""Conversion of old configs: renamed keys move, shorthands are written out, ignored keys are left out.
+"""Conversion of old configs: renamed keys move, shorthands are expanded, ignored keys are left out.
 
-The plan of the result is the plan of the original; the notices are gone, because what they told is done.  Every
-change comes with a line that says what and why.  What is refused stays, and is refused again, unless it is to be
-dropped.
+The result resolves to the same plan, without the notices about these keys.  Each change is reported with its reason.
+Rejected keys stay, and are rejected again, unless the caller drops them.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ Where = tuple[str | int, ...]
 
 @attrs.frozen(kw_only=True)
 class Converted:
-    """A config and how it came about."""
+    """Converted config and the list of changes."""
 
     data: dict[str, Any]
-    changes: tuple[str, ...]  # a line each: "bfloat16 -> bf16: an old name"
+    changes: tuple[str, ...]  # one line each: "bfloat16 is now bf16"
 
 
 def convert(data: Mapping[str, Any], *, drop: frozenset[str] = frozenset()) -> Converted:
     """Rewrite `data`.  Pure.
 
-    drop: dotted keys that are taken out whatever they mean, such as those that a ConfigError names.
+    drop: dotted keys to remove unconditionally, such as those that a ConfigError names.
     """
     rewriting = _Rewriting(drop)
     return Converted(data=rewriting.section(ROOT, data, ()), changes=tuple(rewriting.changes))
 
 
 class _Rewriting:
-    """One walk by the table of keys."""
+    """One walk over the config by the table of keys."""
 
     def __init__(self, drop: frozenset[str]) -> None:
         self.drop = drop
@@ -55,10 +54,10 @@ class _Rewriting:
         return found
 
     def entry(self, section: Section, name: str, value: Any, where: Where) -> Any:
-        """The converted value of one key, or _NOTHING to leave it out."""
+        """Return the converted value of one key, or _NOTHING to leave it out."""
         key, entry = dotted(where), section.keys.get(name) or next(iter(section.members), None)
         if key in self.drop:
-            self.changes.append(f"{key} is dropped: it is refused here")
+            self.changes.append(f"{key} is dropped: it is rejected here")
             return _NOTHING
         if isinstance(entry, Section):
             return self.inner(entry, value, where)
@@ -81,7 +80,7 @@ class _Rewriting:
         return found if found or not value else _NOTHING
 
     def moved(self, section: Section, members: dict[str, Any], where: Where) -> dict[str, Any]:
-        """`members` under their present names, in their places."""
+        """Return `members` under their current names, at their current paths."""
         found: dict[str, Any] = {}
         for name, value in members.items():
             entry = section.keys.get(name)
@@ -101,7 +100,7 @@ class _Rewriting:
 
 
 class _Nothing:
-    """Stands for a key that is left out."""
+    """Sentinel for a key that is left out."""
 
 
 _NOTHING = _Nothing()

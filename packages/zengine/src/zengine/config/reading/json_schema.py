@@ -1,8 +1,8 @@
-"""JSON Schema (draft 2020-12) of a config, read off the rows.
+"""JSON Schema (draft 2020-12) of a config, generated from the rows.
 
 Editors use it for completion, descriptions and early errors: `zengine schema > ds_config.schema.json`.  It accepts
-what `load` accepts, except for rules between keys, which no schema says, and for keys of a section that is off, where
-`load` allows values that it would otherwise reject.
+the configs that `load` accepts, with two exceptions: rules between keys, which a schema cannot express, and keys of a
+section that is off, where `load` allows values that it would otherwise reject.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AUTO = {"const": "auto"}
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a whole config: plain data for `json.dumps`."""
+    """Return the schema of a whole config: plain data for `json.dumps`."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Training config of zengine, with the keys of DeepSpeed",
@@ -33,7 +33,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def default_of(key: Key) -> Any:
-    """The default as it would be written; None where it stands for "not given"."""
+    """Return the default as it would be written; None if it stands for "not given"."""
     try:
         is_value = key.kind.read(key.default) == key.default
     except (Mismatch, zckpt.CheckpointInputError):
@@ -47,7 +47,7 @@ def _of(row: Key | Section, path: Path) -> dict[str, Any]:
 
 
 def _section(section: Section, path: Path) -> dict[str, Any]:
-    """An object, null for an absent section, and the section's shorthand or list of members."""
+    """Return a schema of an object, null for an absent section, and the section's shorthand or list of members."""
     if section.rejection:
         return {"type": "null", "description": f"Rejected: {section.rejection}."}
     forms: list[dict[str, Any]] = [_object(section, path), {"type": "null"}]
@@ -67,7 +67,7 @@ def _object(section: Section, path: Path) -> dict[str, Any]:
 
 
 def _summary(section: Section) -> str:
-    """The first line of the settings class, without the name of the section that opens it."""
+    """Return the first line of the settings class's docstring without the section's name."""
     line = (section.factory.__doc__ or "").partition("\n")[0] if section.factory is not dict else ""
     return line.partition(": ")[2] or line
 

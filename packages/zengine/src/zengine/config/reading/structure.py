@@ -1,34 +1,38 @@
-"""Settings of a document: one walk that meets every key once.
+"""Settings of a document: one walk that visits every key once.
 
-The walk never stops at a mistake: a bad leaf keeps its default and is reported, so that the report holds all
-of them.  Old names are moved to their new place before their section is read; `moved` remembers from where, so
-that every message points at what the person wrote.
+The walk does not stop at a mistake: a bad leaf keeps its default and is reported, so the report contains all of them.
+Old names are moved to their new place before their section is read; `moved` maps them back, so every message points
+at the key as it was written.  An unknown key is reported with the key that was probably meant and the section where
+it belongs; option names of optimizers and schedules are searched as well.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
 
+import zoptim
 from zengine.config.grammar.errors import NOTHING, Place, Problem, shown
 from zengine.config.grammar.kinds import MAPPING, TRUTH, Mismatch
 from zengine.config.grammar.scan import Document, Path, dotted
-from zengine.config.grammar.suggest import nearest
-from zengine.config.grammar.table import Key, Section, Support
+from zengine.config.grammar.suggest import look_alike, nearest, one_of
+from zengine.config.grammar.table import Key, Section, Support, walk
 from zengine.config.keys.root import ROOT, Settings
-from zengine.config.reading.unknown_keys import meant
 
 SWITCHED_OFF = "the section is switched off"
+_LISTED = 12  # a section with at most so many keys lists them for an unknown key without a near one
 
 
 class Mode(enum.Enum):
-    """Effect of the keys of a section."""
+    """Treatment of the keys of a section."""
 
-    ACTIVE = "active"  # they act
-    OFF = "off"  # the section is off: a notice says that the given keys have no effect
+    ACTIVE = "active"  # they have an effect
+    OFF = "off"  # the section is off: a notice lists the given keys as without effect
     CHECKED = "checked"  # the section is rejected as a whole: only spelling and types are checked
 
 
@@ -37,13 +41,13 @@ class Reading:
     """Result of one walk."""
 
     settings: Settings
-    given: Mapping[str, Place]  # keys that were written and act, with their places
+    given: Mapping[str, Place]  # keys that were written and have an effect, with their places
     notices: tuple[str, ...]
     problems: tuple[Problem, ...]
 
 
 def structure(document: Document) -> Reading:
-    """Read `document` by the table.  Never raises: the reading carries the problems."""
+    """Read `document` by the table.  Does not raise: the reading carries the problems."""
     walk = _Walk(document)
     settings = walk.section(ROOT, document.data, (), Mode.ACTIVE)
     return Reading(
@@ -55,7 +59,7 @@ def structure(document: Document) -> Reading:
 
 
 class _Walk:
-    """Collects while it reads.  Invariant: every key of the document is met exactly once."""
+    """One walk and its results.  Invariant: every key of the document is visited exactly once."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -67,7 +71,7 @@ class _Walk:
         self.idle: dict[tuple[str, str], list[Path]] = {}  # (top key, reason) -> keys without effect
 
     def section(self, section: Section, data: object, path: Path, outer: Mode) -> Any:
-        """The settings object of a section, with defaults where a key is missing or bad."""
+        """Return the settings object of a section, with defaults for missing and bad keys."""
         if isinstance(data, bool) and data in section.shorthand:
             self.notify(path, f'"{dotted(path)}": {shown(data)} is read as {shown(section.shorthand[data])}')
             data = section.shorthand[data]
@@ -84,7 +88,7 @@ class _Walk:
         return section.factory(**{name: value for name, value in found.items() if value is not NOTHING})
 
     def entry(self, section: Section, name: str, value: object, path: Path, mode: Mode) -> Any:
-        """The value of one key for its section's settings, or NOTHING."""
+        """Return the value of one key for its section's settings, or NOTHING."""
         entry = section.keys.get(name)
         if section.members:
             return self.inner_section(section.members[0], value, path, mode)
@@ -93,13 +97,13 @@ class _Walk:
         if isinstance(entry, Key):
             return self.key(entry, value, path, mode)
         if not section.is_open or nearest(name, section.keys, tolerance=1):
-            self.report(path, "unknown key", meant(name, section), given=value)
+            self.report(path, "unknown key", _suggestion(name, section), given=value)
         elif mode is Mode.OFF:
             self.ignore(path, SWITCHED_OFF)
         return NOTHING
 
     def inner_section(self, section: Section, value: object, path: Path, mode: Mode) -> Any:
-        if value is None:  # the way to write an absent section
+        if value is None:  # null means an absent section
             return NOTHING
         if section.members and isinstance(value, (list, tuple)):
             members = [
@@ -129,10 +133,10 @@ class _Walk:
         return read if entry.support is Support.HONOURED else NOTHING
 
     def act(self, entry: Key, read: object, value: object, path: Path) -> None:
-        """Record what a key does whose section is on."""
+        """Record the effect of a key in a section that is on."""
         matches = _among(read, entry.matching)
         if entry.support is Support.HONOURED or (entry.support is Support.FIXED and matches):
-            if value is not None:  # null is the way to write the default
+            if value is not None:  # null means the default
                 self.given[dotted(path)] = self.place(path)
         elif matches:
             return
@@ -142,7 +146,7 @@ class _Walk:
             self.report(path, entry.why, entry.hint or _accepted(entry), given=value)
 
     def mode(self, section: Section, members: Mapping[str, Any], path: Path) -> Mode:
-        """Mode of a section, by the value of its switch."""
+        """Return the mode of a section, by the value of its switch."""
         entry = section.keys.get(section.switch)
         if not isinstance(entry, Key):
             return Mode.ACTIVE
@@ -156,7 +160,7 @@ class _Walk:
         return Mode.ACTIVE if is_ours else Mode.CHECKED
 
     def translated(self, section: Section, members: dict[str, Any], path: Path) -> dict[str, Any]:
-        """`members` with old names replaced by new ones."""
+        """Return `members` with old names replaced by new ones."""
         for name, value in list(members.items()):
             entry = section.keys.get(name) if isinstance(name, str) else None
             if isinstance(entry, Key) and entry.support is Support.RENAMED:
@@ -179,7 +183,7 @@ class _Walk:
             home = home[part]
         if entry.target[-1] in home:
             other = self.place(new).origin()
-            self.report(old, f'the old name of "{dotted(new)}", which is given too ({other})', "Keep the new one.")
+            self.report(old, f'the old name of "{dotted(new)}", which is also given ({other})', "Keep the new one.")
             return
         home[entry.target[-1]] = converted
         self.moved[new], self.typed[new] = old, value
@@ -187,7 +191,7 @@ class _Walk:
         self.notify(old, f'"{dotted(old)}" is an old name: read as "{dotted(new)}"{text}')
 
     def written(self, path: Path) -> Path:
-        """The path of a key in the words of the person."""
+        """Return the path of a key as the user wrote it."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.moved:
                 return (*self.moved[path[:end]], *path[end:])
@@ -199,7 +203,7 @@ class _Walk:
     def report(self, path: Path, reason: str, suggestion: str = "", given: object = NOTHING) -> None:
         written = self.written(path)
         place = self.document.place(written)
-        if path in self.moved:  # the new name is news: the notice goes down with this error
+        if path in self.moved:  # the message has both names: the notice about the renaming is not shown
             reason, given = f'the old name of "{dotted(path)}": {reason}', self.typed[path]
             suggestion = "Leave it out."
         self.problems.append(
@@ -210,11 +214,11 @@ class _Walk:
         self.notices.append(f"{self.place(path).origin()}: {text}")
 
     def all_notices(self) -> tuple[str, ...]:
-        """Translations, and one line for each reason of having no effect."""
+        """Return the renamings, and one line for each reason why keys have no effect."""
         return (*self.notices, *(self.no_effect(why, paths) for (_, why), paths in self.idle.items()))
 
     def ignore(self, path: Path, why: str) -> None:
-        """A key that is accepted and does nothing."""
+        """Record a key that is accepted and has no effect."""
         self.idle.setdefault((str(path[0]), why), []).append(path)
 
     def no_effect(self, why: str, paths: list[Path]) -> str:
@@ -224,7 +228,7 @@ class _Walk:
 
 
 def _section_hint(section: Section, data: object) -> str:
-    """Hint for a value in place of an object."""
+    """Return the hint for a value in place of an object."""
     if isinstance(data, bool) and section.switch == "enabled":
         return f'Write {{"enabled": {shown(data)}}}.'
     if isinstance(data, str) and section.switch == "device":
@@ -233,7 +237,7 @@ def _section_hint(section: Section, data: object) -> str:
 
 
 def _among(value: object, matching: tuple[object, ...]) -> bool:
-    """Equality that tells true from 1."""
+    """Return True if `value` is in `matching`, with true and 1 distinct."""
     return any(type(value) is type(other) and value == other for other in matching)
 
 
@@ -241,3 +245,59 @@ def _accepted(entry: Key) -> str:
     if not entry.matching:
         return "Leave it out."
     return f"Set it to {' or '.join(shown(value) for value in entry.matching)}, or leave it out."
+
+
+def _suggestion(name: str, section: Section) -> str:
+    """Return a sentence for a key that `section` does not know."""
+    elsewhere = _belongs(name)
+    close = nearest(name, section.keys, tolerance=1)
+    if not close and not elsewhere:
+        close = nearest(name, section.keys, tolerance=2 if len(name) > 5 else 1)
+        close = close or look_alike(name, section.keys) or nearest(name, section.keys)
+    if close or elsewhere:
+        question = f"Did you mean {one_of(close[:3])}?" if close else ""
+        return " ".join(part for part in (question, elsewhere) if part)
+    far = nearest(name, _homes(), tolerance=max(1, len(name) // 5))
+    if len(far) == 1 and _belongs(far[0]):
+        return f'Did you mean "{far[0]}"? {_belongs(far[0])}'
+    if len(section.keys) <= _LISTED:
+        return f"Known keys here: {', '.join(section.keys)}."
+    return "No known key is near: remove it."
+
+
+def _belongs(name: str) -> str:
+    """Return a sentence with the section where a key belongs; "" if no section has it, or too many do."""
+    homes = _homes().get(name, ())
+    if not homes or len(homes) > 3:
+        return ""
+    where = "at the top level" if homes == ("",) else f"under {one_of(home or 'the top level' for home in homes)}"
+    return f'"{name}" belongs {where}.'
+
+
+@lru_cache(maxsize=1)
+def _homes() -> dict[str, tuple[str, ...]]:
+    """Return key name -> the sections that have it; "" is the top level."""
+    homes: dict[str, list[str]] = {}
+    for path, _ in walk(ROOT):
+        if "*" not in path:
+            homes.setdefault(path[-1], []).append(".".join(path[:-1]))
+    for home, known in _classes().items():
+        for name in {name for made in known for name in inspect.signature(made).parameters}:
+            homes.setdefault(name, []).append(home)
+    return {name: tuple(sections) for name, sections in homes.items()}
+
+
+def _classes() -> dict[str, tuple[type, ...]]:
+    """Return the classes whose arguments are options; only an unknown key imports them."""
+    return {
+        "optimizer.params": (
+            zoptim.AdamW,
+            zoptim.SGD,
+            zoptim.Adagrad,
+            zoptim.LAMB,
+            zoptim.Lion,
+            zoptim.Muon,
+            zoptim.Adafactor,
+        ),
+        "scheduler.params": (zoptim.WarmupDecayLR, zoptim.WarmupCosineLR, zoptim.OneCycle, zoptim.LRRangeTest),
+    }

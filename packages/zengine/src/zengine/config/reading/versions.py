@@ -1,13 +1,12 @@
-"""`config_version`: defaults that do not move under a config.
+"""`config_version`: pins the defaults of absent keys to a release.
 
-A key that a file leaves out means what the program of the day thinks.  Releases have changed that: gradients that
-were never clipped suddenly were.  `"config_version": "deepspeed-0.18"` says which release the file was written for:
-keys that it leaves out are as they were there, and what differs from today is told at start.  `"zengine-0.2"` pins
-ours. Without the key today's defaults hold, and those which some release had otherwise are told at start, if they
-act.
+Releases change defaults: gradients that were not clipped suddenly are.  `"config_version": "deepspeed-0.18"` names
+the release that a file was written for: absent keys get that release's defaults, and those that differ from today's
+are logged at start.  `"zengine-0.2"` pins ours.  Without the key today's defaults apply, and those that an earlier
+release of DeepSpeed had otherwise are logged if they have an effect.
 
-The table holds what DeepSpeed has changed, as its releases have it.  Where our default is another than any of theirs
-(sizes of buckets, overlap), it changes no result, and schema.py says why beside the key.
+The table contains the changes of DeepSpeed's releases.  Where our default differs from all of theirs (bucket sizes,
+overlap), it changes no result, and a comment at the key gives the reason.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _FORM = re.compile(r"(deepspeed|zengine)[-= ]?v?(\d+(?:\.\d+){1,2})$", re.IGNORE
 
 @attrs.frozen(kw_only=True)
 class Change:
-    """A default that was another one before a release of DeepSpeed."""
+    """Default that a release of DeepSpeed changed."""
 
     key: str
     before: object
-    now: object  # ours, and DeepSpeed's since
+    now: object  # ours, and DeepSpeed's from `since` on
     since: Version
-    means: str  # what the older default did, for the notice
-    needs: tuple[str, ...] = ()  # the section that must be there and on, and its switch; () = the top level
+    means: str  # effect of the older default, for the notice
+    needs: tuple[str, ...] = ()  # the switch that must be on for the default to have an effect; () = none
 
     def acts(self, data: Mapping[str, Any]) -> bool:
-        """True if the default matters in this config, where the key is not given."""
+        """Return True if the key is absent and its default has an effect in this config."""
         *home, name = self.key.split(".")
         section: Any = data
         for part in home:
@@ -57,7 +56,7 @@ CHANGED: tuple[Change, ...] = (
         before=0.0,
         now=1.0,
         since=(0, 19, 3),
-        means="gradients were not clipped unless asked to",
+        means="gradients were not clipped by default",
     ),
     Change(
         key="bf16.check_grad_overflow",
@@ -80,7 +79,7 @@ CHANGED: tuple[Change, ...] = (
             before=False,
             now=True,
             since=(0, 19, 5),
-            means="host memory of an offload could be swapped, and every copy waited",
+            means="offloaded tensors were in pageable memory, and every copy was synchronous",
             needs=("device",),
         )
         for section in ("offload_optimizer", "offload_param")
@@ -90,16 +89,16 @@ CHANGED: tuple[Change, ...] = (
 
 @attrs.frozen(kw_only=True)
 class Pinning:
-    """A document with the defaults of the release that it names."""
+    """Document with the defaults of the release that it names."""
 
     document: Document
-    pinned: Mapping[str, str] = attrs.field(factory=dict)  # key -> "deepspeed-0.18", by which it got its value
+    pinned: Mapping[str, str] = attrs.field(factory=dict)  # key -> release of its value, "deepspeed-0.18"
     notices: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
 def pin(document: Document) -> Pinning:
-    """Add what `config_version` asks for.  Pure."""
+    """Add the defaults of the release in `config_version`.  Pure."""
     data = document.data
     if not isinstance(data, Mapping):
         return Pinning(document=document)
@@ -108,10 +107,10 @@ def pin(document: Document) -> Pinning:
     place = document.place((KEY,))
     found = _FORM.match(data[KEY]) if isinstance(data[KEY], str) else None
     if found is None:
-        return Pinning(document=document, problems=(_problem(place, data[KEY], "it names no release"),))
+        return Pinning(document=document, problems=(_problem(place, data[KEY], "not the name of a release"),))
     who, version = found[1].lower(), tuple(map(int, found[2].split(".")))
     if version > NEWEST[who]:
-        reason = f"the newest release that is known here is {who}-{_text(NEWEST[who])}"
+        reason = f"the newest known release is {who}-{_text(NEWEST[who])}"
         return Pinning(document=document, problems=(_problem(place, data[KEY], reason),))
     if who == "zengine":
         return Pinning(document=document)  # no default of ours has changed yet
@@ -129,8 +128,8 @@ def _as_in(document: Document, data: Mapping[str, Any], version: Version) -> Pin
             section[part] = dict(section[part])
             section = section[part]
         section[key] = change.before
-    told = "; ".join(f"{change.key} = {shown(change.before)} (now {shown(change.now)})" for change in older)
-    notice = f"{document.place((KEY,)).origin()}: {KEY} {name} sets defaults that have changed since: {told}"
+    listed = "; ".join(f"{change.key} = {shown(change.before)} (now {shown(change.now)})" for change in older)
+    notice = f"{document.place((KEY,)).origin()}: {KEY} {name} sets defaults that have changed since: {listed}"
     return Pinning(
         document=attrs.evolve(document, data=completed),
         pinned={change.key: name for change in older},
@@ -139,21 +138,21 @@ def _as_in(document: Document, data: Mapping[str, Any], version: Version) -> Pin
 
 
 def _unpinned(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Notices of defaults that an older manual has otherwise."""
+    """Return notices of absent keys whose default an earlier release had otherwise."""
     found: dict[str, list[Change]] = {}
     for change in CHANGED:
         if change.acts(data) and change.now:
             found.setdefault(change.means, []).append(change)
-    return tuple(_told(changes) for changes in found.values())
+    return tuple(_notice(changes) for changes in found.values())
 
 
-def _told(changes: list[Change]) -> str:
-    """One line for keys that changed together."""
+def _notice(changes: list[Change]) -> str:
+    """Return one line for keys that changed together."""
     first, verb = changes[0], "is" if len(changes) == 1 else "are"
     return (
         f"{' and '.join(change.key for change in changes)} {verb} not given and {verb} {shown(first.now)}; "
         f"before DeepSpeed {_text(first.since)} {first.means} "
-        f'(write "{first.key.rpartition(".")[2]}": {shown(first.before)} for that, or "{KEY}")'
+        f'(to restore that, write "{first.key.rpartition(".")[2]}": {shown(first.before)}, or set "{KEY}")'
     )
 
 
@@ -166,7 +165,7 @@ def _problem(place: Place, given: object, reason: str) -> Problem:
         key=KEY,
         given=given,
         reason=reason,
-        suggestion=f"Write the release whose defaults the file was written for: {newest}.",
+        suggestion=f"Write the release that the file was written for: {newest}.",
     )
 
 

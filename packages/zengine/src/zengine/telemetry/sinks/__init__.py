@@ -1,9 +1,9 @@
 """Sinks: where telemetry writes its snapshots.  `zengine.telemetry.sinks.table` lists those of the config."""
 
 from zengine.imports import importing
-from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, training_goes_on
+from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, log_os_errors
 
-__all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "training_goes_on"]
+__all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "log_os_errors"]
 
 RENAMED = {
     "Bench": "zengine.telemetry.sinks.bench.Bench",
@@ -15,6 +15,7 @@ RENAMED = {
     "WandbSink": "zengine.telemetry.sinks.wandb.WandbSink",
     "folder_of": "zengine.telemetry.sinks.table.folder_of",
     "require_packages": "zengine.telemetry.sinks.table.require_packages",
+    "training_goes_on": "zengine.telemetry.sinks.log_os_errors",
 }
 
 __getattr__ = importing(__name__, {}, RENAMED)

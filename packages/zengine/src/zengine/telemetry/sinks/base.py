@@ -86,7 +86,7 @@ class Sinks:
 
 
 @contextmanager
-def training_goes_on(what: str) -> Iterator[None]:
+def log_os_errors(what: str) -> Iterator[None]:
     """Log OSErrors of the block instead of raising; `what` names the output and its destination."""
     try:
         yield

@@ -27,7 +27,7 @@ class Bench(Sink):
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._rates: list[Rate] = []  # of the measured steps
-        self._memory: dict[str, int] = {}  # bytes by owner, where each was told last
+        self._memory: dict[str, int] = {}  # bytes by owner, the last known ones
 
     def write(self, snapshot: Snapshot) -> None:
         self._memory.update(snapshot.memory)

@@ -13,12 +13,12 @@ from typing import final
 
 import attrs
 
-from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.base import Sink
 from zengine.telemetry.sinks.live import LiveLine, make_line
 from zengine.telemetry.snapshot import RecentLoss, Snapshot, speed
 from zengine.telemetry.spans import COMMUNICATION, INNER
 from zengine.telemetry.throughput import Rate
+from zengine.telemetry.work import Fleet
 
 _LABELS = {COMMUNICATION: "communication"}  # timers whose name is not plain words
 
@@ -115,17 +115,17 @@ class Console(Sink):
         self._window = window = self._window.plus(snapshot)
         due, loss = snapshot.report.step % self._interval == 0, self._loss.add(snapshot.report)
         if due or not snapshot.report.applied:
-            self._say(format_line(snapshot, window, loss if due else snapshot.report.loss))
+            self._print(format_line(snapshot, window, loss if due else snapshot.report.loss))
         if due:
-            self._say(self._table())
+            self._print(self._table())
             self._window = Window()
             self._loss.clear()
         self._line.show(lambda: format_line(snapshot, window, loss))
 
     def close(self) -> None:
         self._line.close()
-        self._say(self._farewell())
+        self._print(self._farewell())
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if text:
-            self._line.above(text)
+            self._line.print_above(text)

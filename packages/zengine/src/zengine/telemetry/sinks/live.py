@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO, final
 
 from zengine.telemetry.sinks.base import is_installed
 
-INTERVAL_S = 0.1  # between two drawings: more often, nobody can read it
+INTERVAL_S = 0.1  # between two drawings; faster is unreadable
 
 
 class LiveLine(Protocol):
@@ -22,7 +22,7 @@ class LiveLine(Protocol):
     def show(self, text: Callable[[], str]) -> None:
         """Draw a text if due; otherwise it is not even formatted."""
 
-    def above(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """Print permanent lines."""
 
     def close(self) -> None: ...
@@ -34,7 +34,7 @@ class NoLiveLine:
 
     def show(self, text: Callable[[], str]) -> None: ...
 
-    def above(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         print(text, flush=True)
 
     def close(self) -> None: ...
@@ -58,7 +58,7 @@ class PlainLine:
             self._stream.flush()
             self._width = len(line)
 
-    def above(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         first, *rest = text.splitlines() or [""]
         print(first.ljust(self._width), *rest, sep="\n", file=self._stream, flush=True)
         self._width = 0
@@ -83,7 +83,7 @@ class RichLine:
         self._clock = clock
         self._due = 0.0
         self._live.start()
-        self._console.show_cursor(True)  # a program that dies shall not leave a terminal without one
+        self._console.show_cursor(True)  # so that a crash does not leave the terminal without one
 
     def show(self, text: Callable[[], str]) -> None:
         from rich.text import Text
@@ -93,7 +93,7 @@ class RichLine:
             line = Text(text(), style="dim", no_wrap=True, overflow="ellipsis")
             self._live.update(line, refresh=True)
 
-    def above(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         from rich.text import Text
 
         self._console.print(Text(text), soft_wrap=True)

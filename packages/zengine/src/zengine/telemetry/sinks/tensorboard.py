@@ -8,32 +8,33 @@ A run resumed in the same folder continues its curves: TensorBoard drops the poi
 For programs that use its EventAccumulator, the first event of samples carries a session start: the accumulator then
 drops the lost steps of DeepSpeed's tags, and shows those of ours twice.  A layout for the "Custom Scalars" page
 groups related tags; on the other pages the tag up to the first "/" does.
+
+Packages of TensorBoard's plugins are imported when a value is made, so only runs that write events pay for them.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
 from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.sinks.records import RecordWriter
-from zengine.telemetry.sinks.tensorboard_values import (
-    end_value,
-    histogram_value,
-    hparams_values,
-    layout_value,
-    text_values,
-)
 from zengine.telemetry.snapshot import COMMUNICATION, GRADIENTS, MEMORY, PERF, SAMPLES, TIME, TRAIN, Snapshot
 from zengine.telemetry.spans import MICRO, TIMERS
 from zengine.telemetry.subject import RunRecord
 
 _FILE_NUMBER = itertools.count()  # two engines of one process may start in the same second
+
+# Tags whose last value the hparams page shows of a run.
+METRICS = ("train/loss", "perf/tokens_per_second", "perf/samples_per_second", "perf/tflops", "perf/mfu")
 
 # page section -> chart title -> regular expressions of the tags drawn in it; one chart has one horizontal axis, and
 # DeepSpeed's tags count samples where the others count steps
@@ -155,3 +156,100 @@ def _file_name() -> str:
     """Return a name that TensorBoard finds, unique on this host and sorted by creation time."""
     origin = f"{socket.gethostname()}.{os.getpid()}.{next(_FILE_NUMBER)}"
     return f"events.out.tfevents.{int(time.time()):010d}.{origin}"
+
+
+def layout_value(layout: Mapping[str, Mapping[str, list[str]]]) -> Any:
+    """Return the custom scalars layout: section -> chart -> regular expressions of its tags."""
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    def chart(title: str, tags: list[str]) -> Any:
+        return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=tags))
+
+    categories = [
+        layout_pb2.Category(title=section, chart=[chart(title, tags) for title, tags in charts.items()])
+        for section, charts in layout.items()
+    ]
+    text = layout_pb2.Layout(category=categories).SerializeToString()
+    return _of_text("custom_scalars__config__", "custom_scalars", text)
+
+
+def text_values(record: RunRecord) -> list[Any]:
+    """Return the text page: the given config, the plan with origins, and the environment."""
+    config = json.dumps(dict(record.config), indent=2)
+    pages = {
+        "run/config": "\n".join(f"    {line}" for line in config.splitlines()),
+        "run/plan": _table(("key", "value", "from"), record.plan),
+        "run/environment": _table(("environment", "value"), list(record.environment.items())),
+    }
+    return [_of_text(tag, "text", page.encode()) for tag, page in pages.items()]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Format a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
+
+
+def hparams_values(record: RunRecord) -> list[Any]:
+    """Return the hparams page at the start of a run: the comparable values and those of this run."""
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    start = plugin_data_pb2.SessionStartInfo()
+    infos = []
+    for name, value in record.hparams.items():
+        kind = "string" if isinstance(value, str) else "bool" if isinstance(value, bool) else "number"
+        setattr(start.hparams[name], f"{kind}_value", value)
+        code = {"string": "DATA_TYPE_STRING", "bool": "DATA_TYPE_BOOL", "number": "DATA_TYPE_FLOAT64"}[kind]
+        infos.append(api_pb2.HParamInfo(name=name, type=api_pb2.DataType.Value(code)))
+    metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in METRICS]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
+    data = plugin_data_pb2.HParamsPluginData
+    return [
+        _of_hparams(metadata.EXPERIMENT_TAG, data(experiment=experiment)),
+        _of_hparams(metadata.SESSION_START_INFO_TAG, data(session_start_info=start)),
+    ]
+
+
+def end_value(time_s: float) -> Any:
+    """Return the hparams page's end-of-run value."""
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.Status.Value("STATUS_SUCCESS"), end_time_secs=time_s)
+    return _of_hparams(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
+
+
+def _of_hparams(tag: str, content: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata
+
+    return Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR)
+
+
+def histogram_value(tag: str, numbers: Sequence[float], num_bins: int = 30) -> Any:
+    """Return a histogram of the finite `numbers` over `num_bins` bins of equal width."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    values = np.asarray([number for number in numbers if np.isfinite(number)], dtype=np.float64)
+    values = values if values.size else np.zeros(1)
+    counts, limits = np.histogram(values, bins=num_bins)
+    proto = HistogramProto(
+        min=values.min(),
+        max=values.max(),
+        num=values.size,
+        sum=values.sum(),
+        sum_squares=(values**2).sum(),
+        bucket_limit=limits.tolist(),  # the first closes an empty bucket that begins at minus infinity
+        bucket=[0.0, *counts.astype(float).tolist()],
+    )
+    return Summary.Value(tag=tag, histo=proto)
+
+
+def _of_text(tag: str, plugin: str, text: bytes) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+    return Summary.Value(
+        tag=tag,
+        tensor=TensorProto(dtype="DT_STRING", string_val=[text]),
+        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin)),
+    )
