@@ -12,7 +12,7 @@ from torch import nn
 from zengine.build.measure import bf16_is_faster
 from zengine.commands import CommandError
 from zengine.config import Config, ConfigError, Facts, Problem
-from zengine.planning.models import NotAFactory, Transformer, called, shape_of
+from zengine.planning.models import NotAFactory, Transformer, build_model, shape_of
 
 __all__ = ["facts_of", "make_model", "parse_auto"]
 
@@ -47,7 +47,7 @@ def make_model(arguments: argparse.Namespace) -> tuple[nn.Module, str]:
     """Return the model to plan for, on the meta device, and its description."""
     if arguments.model:
         try:
-            made = called(arguments.model)
+            made = build_model(arguments.model)
         except NotAFactory as error:
             raise CommandError(f"--model {error}") from None
         return made, f"{arguments.model} ({sum(p.numel() for p in made.parameters()) / 1e6:,.1f}M parameters)"

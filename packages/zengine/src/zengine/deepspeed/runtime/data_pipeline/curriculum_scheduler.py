@@ -7,7 +7,7 @@ from typing import Any
 
 from zengine.config.keys.data import CurriculumLearning, ScheduleConfig
 from zengine.config.plan.data_rules import schedule_of
-from zengine.data.order.schedules import with_laws
+from zengine.data.order.schedules import with_custom_functions
 
 __all__ = ["CurriculumScheduler"]
 
@@ -51,7 +51,7 @@ class CurriculumScheduler:
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
         """The law of a schedule of the type "custom"."""
-        self.schedule = with_laws({"difficulty": self.schedule}, schedule_function)["difficulty"]
+        self.schedule = with_custom_functions({"difficulty": self.schedule}, schedule_function)["difficulty"]
 
     def get_state(self) -> dict[str, Any]:
         """Return what `set_state` takes."""
