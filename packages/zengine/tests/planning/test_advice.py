@@ -81,7 +81,7 @@ def test_a_plain_config_is_told_nothing() -> None:
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
-            "of files for each rank",
+            "of files per rank",
         ),
     ],
 )

@@ -28,5 +28,5 @@ def test_a_factory_takes_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_batch_file.py").write_text("def good(size):\n    return [0] * size\n\ndef bad():\n    return 0\n")
     assert factory_batches("my_batch_file:good")(3) == [0, 0, 0]
-    with pytest.raises(NotAFactory, match="must take the size of a micro-batch"):
+    with pytest.raises(NotAFactory, match="must take the micro-batch size"):
         factory_batches("my_batch_file:bad")

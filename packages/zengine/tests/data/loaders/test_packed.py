@@ -63,7 +63,7 @@ def test_what_would_be_another_order_is_refused():
 def test_the_length_is_that_of_the_epoch_and_long_samples_are_told_of(caplog):
     with caplog.at_level(logging.WARNING, "zengine.data"):
         loader = loader_of(max_tokens=10)
-    assert f"{int((LENGTHS > 10).sum())} of 60 samples are longer than max_tokens = 10" in caplog.text
+    assert f"{int((LENGTHS > 10).sum())} of 60 samples exceed max_tokens = 10" in caplog.text
     for _ in range(2):
         assert len(loader) == len(list(loader))
     assert loader.epoch == loader.epochs_done() == 2

@@ -97,7 +97,7 @@ def test_fewer_admitted_samples_than_a_batch_repeat_and_none_is_an_error() -> No
     none = walk_of(limit_of(FixedDiscrete(difficulties=(0,), until=())))
     with pytest.raises(MetricError, match=r"metric <= 0 \(admits 0 of 10; the smallest is 1\)"):
         taken(none, 1)
-    with pytest.raises(MetricError, match="step 1 of the curriculum"):
+    with pytest.raises(MetricError, match="the limits of curriculum step 1 admit no sample"):
         none.advance(Position(place=4), Permutations(none.order))
 
 

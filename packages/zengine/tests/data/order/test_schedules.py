@@ -40,10 +40,10 @@ def test_fixed_discrete_by_hand() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: FixedRoot(low=9, high=8, steps=1), "from its minimum to its maximum, got 9 and 8"),
+        (lambda: FixedRoot(low=9, high=8, steps=1), "0 <= minimum <= maximum, got 9 and 8"),
         (lambda: FixedRoot(low=1, high=8, steps=0), r"steps \(0\)"),
         (lambda: FixedDiscrete(difficulties=(1, 2), until=(3, 4)), "2 difficulties need 1 steps, got 2"),
-        (lambda: FixedDiscrete(difficulties=(1, 2, 3), until=(5, 5)), "last steps increase"),
+        (lambda: FixedDiscrete(difficulties=(1, 2, 3), until=(5, 5)), "last steps must increase"),
         (lambda: Custom(low=1, high=8).at(0), "set_custom_curriculum_learning_schedule"),
     ],
 )

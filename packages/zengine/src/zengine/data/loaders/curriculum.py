@@ -38,7 +38,7 @@ class CurriculumLoader(Loader):
 
     def fingerprint(self) -> list[str]:
         metrics = [f"metric {limit.name} {digest(limit.places)}" for limit in self._order.limits]
-        return [f"{self._walk.order.num_samples} samples", *metrics]
+        return [f"{self._order.order.num_samples} samples", *metrics]
 
     def __len__(self) -> int:
         """Return the batches of one iteration."""
@@ -107,7 +107,8 @@ class CurriculumLoader(Loader):
         if num_samples != self._order.order.num_samples:
             raise ValueError(
                 f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
-                f"has {self._walk.order.num_samples}, so the position would mean another sample. Use the same dataset"
+                f"has {self._order.order.num_samples}, so the position would mean another sample. Use the same "
+                "dataset"
             )
         check_below("place", place, num_samples, "samples of a pass")
         order = attrs.evolve(self._order, order=attrs.evolve(self._order.order, seed=seed))
