@@ -33,10 +33,9 @@ import zcomm
 import zengine
 from zcomm.testing import end_ranks, run_ranks
 from zengine.config import Facts, load, resolve
-from zengine.planning.batches import inputs, token_ids
 from zengine.planning.measured import measure
-from zengine.planning.models import Layer, Shape, Transformer
-from zengine.planning.peaks import PeakSubject, peak
+from zengine.planning.models import Layer, Shape, Transformer, shaped_batches, token_batches
+from zengine.planning.sizes import Workload, peak
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MIB = 2**20
@@ -91,10 +90,10 @@ class Convolutions(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "transformer": (lambda: Transformer(SHAPE), token_ids(256)),
-    "recomputed": (lambda: Again(SHAPE), token_ids(256)),
-    "wide": (Wide, inputs("2048", torch.float32)),
-    "convolutions": (Convolutions, inputs("3x128x128", torch.float32)),
+    "transformer": (lambda: Transformer(SHAPE), token_batches(256)),
+    "recomputed": (lambda: Again(SHAPE), token_batches(256)),
+    "wide": (Wide, shaped_batches("2048", torch.float32)),
+    "convolutions": (Convolutions, shaped_batches("3x128x128", torch.float32)),
 }
 STRICT = {"stage3_max_live_parameters": 0, "stage3_param_persistence_threshold": 1000}
 
@@ -163,7 +162,7 @@ def run_case(index: int) -> tuple[int, int]:
     plan = resolve(load(case.config()), Facts(world_size=case.world, replicas=case.world))
     with torch.device("meta"):
         module = plan.precision.cast_module(make())
-    predicted = peak(PeakSubject(module=module, batch=batch, device="cpu"), plan, case.micro_batch, case.world).total
+    predicted = peak(Workload(module=module, batch=batch, device="cpu"), plan, case.micro_batch, case.world).total
     del module
     _warm(case.dtype)
     zcomm.barrier()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zengine.data import forever
-from zengine.data.tree import mapped
+from zengine.data.tree import map_tensors
 from zengine.deepspeed_engine import DeepSpeedEngine
 from zengine.engine.pipeline_passes import EnginePasses
 from zpartition.pipeline import PipelineError, Recorder
@@ -233,7 +233,7 @@ class PipelineEngine(DeepSpeedEngine):
                     f"a micro-batch of a pipeline is a pair (inputs, labels), and the data have {what}: change what "
                     "they yield, or give a function to set_batch_fn()"
                 )
-            inputs, labels = (mapped(each, lambda tensor: tensor.to(self.device)) for each in pair)
+            inputs, labels = (map_tensors(each, lambda tensor: tensor.to(self.device)) for each in pair)
             yield tuple(inputs) if isinstance(inputs, list) else inputs, labels
 
     def _training(self, source: Iterator[Any], count: int) -> Iterator[tuple[Any, Any]]:

@@ -36,7 +36,7 @@ def explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
                 "pinned masters",
                 "on a host with 8 ranks, 0.13 GiB of it page-locked",
                 "gradient_clipping is not given and is 1.0; before DeepSpeed 0.19.3 gradients were not clipped",
-                "stage3_max_live_parameters 1,000,000,000 lets",
+                "stage3_max_live_parameters 1,000,000,000 keeps up to",
             ],
         ),
         (

@@ -43,7 +43,7 @@ def test_it_tells_the_peak_the_stages_and_what_to_write(capsys: pytest.CaptureFi
     assert main([*SMALL, "--memory", "100MB"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("config.json: my_planned_model:make (0.1M parameters) on 4 ranks (CPU)\n")
-    assert "one rank at its most, micro-batch 4" in out
+    assert "peak of one rank, micro-batch 4" in out
     assert "it fits" in out
     assert (
         '"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1'
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_status_1_and_says_by_how_much(capsys: pytest.Captu
     assert main([*SMALL, "--memory", "1MiB"]) == 1
     out = capsys.readouterr().out
     assert "it does not fit: " in out
-    assert "not even one sample fits at any stage" in out
+    assert "no stage fits even one sample" in out
 
 
 def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
             ["--batch", "my_planned_model:make", "--memory", "1GB"],
             '--batch "my_planned_model:make" takes no argument',
         ),
-        (["--inputs", "3x", "--batch", "", "--memory", "1GB"], '--inputs "3x" is no shape of one sample'),
+        (["--inputs", "3x", "--batch", "", "--memory", "1GB"], '--inputs "3x" is not the shape of a sample'),
         (["--batch", "", "--memory", "1GB"], "the model needs an input: pass --batch module:factory, --tokens 1024"),
         (["--batch", "", "--inputs", "7", "--memory", "1GB"], "a dry run of the model failed with"),
         (["--device", "cuda"], "there is no GPU to read the memory size of: pass --memory 80GB"),

@@ -33,7 +33,7 @@ def test_parts_are_mapped_anywhere_and_reduced_when_all_are_there(tmp_path: Path
     analyzer = DataAnalyzer(DATA, {"seqlen": length_of}, tmp_path, num_parts=10)
     for part in range(9):
         analyzer.map(part)
-    with pytest.raises(MetricError, match=r"1 parts are not there yet, such as part-00009-of-00010\.npy"):
+    with pytest.raises(MetricError, match=r"1 parts are missing, such as part-00009-of-00010\.npy"):
         analyzer.reduce()
     analyzer.map(9)
     longer = DataAnalyzer([*DATA, [1]], {"seqlen": length_of}, tmp_path, num_parts=10)

@@ -6,7 +6,7 @@ from collections import UserDict, namedtuple
 
 import torch
 
-from zengine.data.tree import mapped, named_tensors, tensors
+from zengine.data.tree import iter_tensors, map_tensors, named_tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -14,11 +14,11 @@ Pair = namedtuple("Pair", "left right")
 def test_every_kind_of_nest_keeps_its_kind() -> None:
     one = torch.ones(1)
     nest = {"a": [one, (one, "text")], "b": Pair(one, None), "c": UserDict(d=one)}
-    twice = mapped(nest, lambda tensor: tensor * 2)
+    twice = map_tensors(nest, lambda tensor: tensor * 2)
     assert twice == {"a": [one * 2, (one * 2, "text")], "b": Pair(one * 2, None), "c": UserDict(d=one * 2)}
     assert type(twice["b"]) is Pair
     assert type(twice["c"]) is UserDict
-    assert len(list(tensors(nest))) == 4
+    assert len(list(iter_tensors(nest))) == 4
     assert nest["c"]["d"] is one
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zengine.deepspeed as deepspeed
-from zengine.deepspeed.absent import ABSENT, NotAvailable, absent, refusing
+from zengine.deepspeed.absent import ABSENT, NotAvailable, absent, raise_not_available
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
 
 
@@ -37,4 +37,4 @@ def test_a_name_that_is_in_no_list_cannot_be_absent():
     with pytest.raises(KeyError):
         absent("initialize")
     with pytest.raises(NotAvailable, match="MiCS"):
-        refusing("zero.MiCS_Init")
+        raise_not_available("zero.MiCS_Init")

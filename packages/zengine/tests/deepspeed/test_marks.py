@@ -21,7 +21,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine import deepspeed
-from zengine.deepspeed.marks import Marked, mark, marked, unmark
+from zengine.deepspeed.marks import Marked, is_marked, mark, unmark
 from zengine.deepspeed.runtime.zero.partition_parameters import (
     PartitionedParamStatus,
     ZeroParamStatus,
@@ -289,7 +289,7 @@ def check_init() -> None:
     with deepspeed.zero.GatheredParameters(net.first.weight):
         assert bool((net.first.weight == 0.5).all())
     engine.destroy()
-    assert not marked(net.first.weight)
+    assert not is_marked(net.first.weight)
     with deepspeed.zero.Init(module=net):
         pass
     assert hasattr(net.first.weight, "ds_id")

@@ -78,7 +78,7 @@ def test_problems_of_a_file_are_told_with_their_lines_when_leaf_modules_were_nam
 def test_parallelism_that_is_not_there_is_refused_by_name():
     with pytest.raises(ValueError, match="sequence=2"):
         deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(1, 2))
-    with pytest.raises(ValueError, match=r"mesh_param=\(3, 1\): 3 copies do not divide 1 ranks"):
+    with pytest.raises(ValueError, match=r"mesh_param=\(3, 1\): 3 replicas do not divide 1 ranks"):
         deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(3, 1))
     with pytest.raises(TypeError, match="got injection; allowed are model, tp_size, dtype, config, inputs"):
         deepspeed.tp_model_init(model(), tp_size=2, dtype=torch.bfloat16, injection=1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zengine._compat import watching
-from zengine.planning.activations import Activations, CannotDryRun, Watermark, dry_run, loss_of
+from zengine.planning.activations import Activations, CannotDryRun, MemoryTracker, dry_run, loss_of
 from zengine.planning.models import Shape, Transformer
 
 SMALL = Shape(layers=3, width=128, vocabulary=500)
@@ -37,12 +37,12 @@ def real(model: nn.Module) -> Activations:
     """The same count over real tensors."""
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    mark = Watermark(list(model.parameters()))
+    mark = MemoryTracker(list(model.parameters()))
     given = tokens()
-    with watching(mark.see):
+    with watching(mark.count):
         loss = model(given)
         forward, saved = mark.peak, mark.current
-        mark.restart()
+        mark.reset()
         loss.backward()
     return Activations(forward=forward, backward=mark.peak, saved=saved)
 

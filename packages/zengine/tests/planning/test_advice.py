@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zengine.config import ConfigError, Facts, load, resolve
-from zengine.planning.advice import Advice, Case, advised, edited, worth_knowing
+from zengine.planning.advice import Advice, Case, advice_lines, collect_advice, with_changes
 from zengine.planning.models import Shape, Transformer, shape_of
 from zengine.planning.sizes import sizes
 from zengine.planning.tables import gib
@@ -35,7 +35,7 @@ def case(source: dict[str, Any], world_size: int = 8, device: str = "cuda", shap
 
 
 def advice(world_size: int = 8, device: str = "cuda", **source: Any) -> list[str]:
-    return list(worth_knowing(case({**QUIET, **source}, world_size, device)))
+    return list(advice_lines(case({**QUIET, **source}, world_size, device)))
 
 
 def test_a_plain_config_is_told_nothing() -> None:
@@ -51,7 +51,7 @@ def test_a_plain_config_is_told_nothing() -> None:
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.1, "warmup_num_steps": 900}}},
-            "half of the way to the peak rate is done at update 31 of 900.",
+            "it is half-way to the peak rate at update 31 of 900.",
         ),
         (
             {"tensor_parallel": {"autotp_size": 4}},
@@ -59,11 +59,11 @@ def test_a_plain_config_is_told_nothing() -> None:
         ),
         (
             {"expert_parallel": {"enabled": True, "autoep_size": 4}},
-            "4 ranks share the experts of each layer out.",
+            "4 ranks shard the experts of each layer.",
         ),
         ({"fp16": {"enabled": True}}, "The loss scale starts at 65,536"),
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, 'optimizer.type "Adam" is AdamW'),
-        ({"gradient_accumulation_steps": 4}, "With 4 micro-steps gradients travel 4 times"),
+        ({"gradient_accumulation_steps": 4}, "With 4 micro-steps gradients are reduced 4 times"),
         (
             {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}},
             'In zero_optimization, stage 1 with "reduce_at": "boundary" sends ',
@@ -72,7 +72,7 @@ def test_a_plain_config_is_told_nothing() -> None:
         ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, "Stage 3 sends 1.4"),
         (
             {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000}},
-            "stage3_max_live_parameters 1,000,000,000 lets ",
+            "stage3_max_live_parameters 1,000,000,000 keeps up to ",
         ),
         ({"zero_optimization": {"stage": 3}}, "are below stage3_param_persistence_threshold (100,000)"),
         (
@@ -81,7 +81,7 @@ def test_a_plain_config_is_told_nothing() -> None:
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
-            "of files for each rank",
+            "of files per rank",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_numbers_of_traffic_are_those_of_the_other_plan() -> None:
 def test_what_travels_several_times_is_the_gradients_alone() -> None:
     source = {**QUIET, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}
     whole = case(source)
-    (told,) = (each for each in worth_knowing(whole) if each.startswith("With 4 micro-steps"))
+    (told,) = (each for each in advice_lines(whole) if each.startswith("With 4 micro-steps"))
     flows = {flow.what: flow.num_bytes for flow in whole.sizes.traffic.flows}
     assert f"4 times: {gib(flows['gradients, reduce-scatter'])} of the {gib(sum(flows.values()))} that" in told
 
@@ -107,7 +107,7 @@ def test_what_travels_several_times_is_the_gradients_alone() -> None:
 def test_a_stage_that_needs_more_of_everything_is_not_called_worth_it() -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     (told,) = (each for each in advice(world_size=2, zero_optimization=zero) if each.startswith("Stage 3 sends"))
-    assert told.endswith("stage 2 is better here in both.")
+    assert told.endswith("stage 2 is better in both.")
 
 
 @pytest.mark.parametrize(("type_", "key"), [("WarmupLR", "warmup_min_lr"), ("WarmupCosineLR", ""), ("OneCycle", "")])
@@ -133,7 +133,7 @@ def test_only_what_is_pinned_is_called_page_locked() -> None:
     held = case({**QUIET, "zero_optimization": zero}).sizes.memory.elsewhere
     pinned = sum(size for owner, size in held.items() if owner.startswith("pinned"))
     assert 0 < pinned < sum(held.values())
-    (told,) = (each for each in advice(zero_optimization=zero) if each.startswith("Offload asks"))
+    (told,) = (each for each in advice(zero_optimization=zero) if each.startswith("Offload needs"))
     assert f", {gib(8 * pinned)} of it page-locked" in told
 
 
@@ -233,12 +233,12 @@ def test_what_is_advised_comes_true_when_it_is_done(seed: int) -> None:
             here = case(source, world_size, "cuda", shape)
         except ConfigError:
             continue
-        for told in advised(here):
+        for told in collect_advice(here):
             if told.changes:
-                there = case(edited(source, told.changes), world_size, "cuda", shape)
+                there = case(with_changes(source, told.changes), world_size, "cuda", shape)
                 assert there.plan != attrs.evolve(here.plan, origins=there.plan.origins, given=there.plan.given), told
                 claims(told, here, there)
-                assert told.changes not in [each.changes for each in advised(there)], told  # it is done
+                assert told.changes not in [each.changes for each in collect_advice(there)], told  # it is done
                 num_checked += 1
         if num_checked >= 6:
             return

@@ -63,7 +63,7 @@ def test_the_plans_own_stage_is_marked_and_stages_hold_less_and_less() -> None:
 
 
 def test_a_rank_alone_sends_nothing() -> None:
-    assert "nothing: a rank alone has nobody to send to" in explanation(1, train_batch_size=4).text()
+    assert "nothing: there is only one rank" in explanation(1, train_batch_size=4).text()
 
 
 def test_the_same_for_programs_is_json() -> None:

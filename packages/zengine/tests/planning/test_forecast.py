@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from zengine.config import Facts, load, resolve
-from zengine.planning.advice import edited
-from zengine.planning.batches import token_ids
+from zengine.planning.advice import with_changes
 from zengine.planning.forecast import Forecast, forecast, usable
-from zengine.planning.models import Shape, Transformer
-from zengine.planning.peaks import PeakSubject
+from zengine.planning.models import Shape, Transformer, token_batches
+from zengine.planning.sizes import Workload
 
 
 def made(room_bytes: int, world_size: int = 1, device: str = "cpu", **source: Any) -> Forecast:
@@ -21,7 +20,7 @@ def made(room_bytes: int, world_size: int = 1, device: str = "cpu", **source: An
     facts = Facts(world_size=world_size, replicas=world_size, device_type=device)
     with torch.device("meta"):
         model = Transformer(Shape(layers=1, width=64, vocabulary=100))
-    subject = PeakSubject(module=model, batch=token_ids(8), device=device)
+    subject = Workload(module=model, batch=token_batches(8), device=device)
     return forecast(config, resolve(config, facts), facts, subject, room_bytes=room_bytes)
 
 
@@ -59,11 +58,11 @@ def test_what_is_said_to_be_best_can_be_written_and_is_what_was_said(zero: dict[
     found = made(room_bytes, 4, "cuda", **given)
     assert found.best is not None
     stage, best = found.best
-    again = made(room_bytes, 4, "cuda", **edited(given, found.best_changes()))
+    again = made(room_bytes, 4, "cuda", **with_changes(given, found.best_changes()))
     assert again.own.plan.zero.stage == stage
     assert (again.own.total, again.own.sizes) == (best.total, best.sizes)
     assert again.own_fits
     text = " ".join(found.text().split())
     assert f'"stage": {stage}' in text
     for key, value in found.best_changes().items():
-        assert value is not None or f"leave out {key}" in text
+        assert value is not None or f"remove {key}" in text

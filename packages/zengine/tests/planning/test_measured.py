@@ -8,10 +8,9 @@ from torch import nn
 
 from zcomm.testing import run_ranks
 from zengine.config import Facts, load, resolve
-from zengine.planning.batches import token_ids
-from zengine.planning.measured import alone, measure, started
-from zengine.planning.models import Shape, Transformer
-from zengine.planning.peaks import PeakSubject, peak
+from zengine.planning.measured import engine_starter, measure, single_process_plan
+from zengine.planning.models import Shape, Transformer, token_batches
+from zengine.planning.sizes import Workload, peak
 
 SHAPE = Shape(layers=2, width=512, vocabulary=3000)
 
@@ -32,11 +31,11 @@ def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
             "gradient_accumulation_steps": accumulation,
             "bf16": {"enabled": is_bf16},
         }
-        plan = alone(resolve(load(source), Facts(world_size=8, replicas=8)))
+        plan = single_process_plan(resolve(load(source), Facts(world_size=8, replicas=8)))
         with torch.device("meta"):
             module = plan.precision.cast_module(make())
-        subject = PeakSubject(module=module, batch=token_ids(64), device="cpu")
-        real = measure(make, subject.batch, started(plan), micro_batch=micro_batch, device="cpu")
+        subject = Workload(module=module, batch=token_batches(64), device="cpu")
+        real = measure(make, subject.batch, engine_starter(plan), micro_batch=micro_batch, device="cpu")
         found.append((peak(subject, plan, micro_batch, 1).total, real.peak))
         assert real.between_steps < real.peak
     return found
@@ -50,5 +49,5 @@ def test_a_plan_comes_within_a_tenth_of_what_steps_take() -> None:
 
 def test_alone_keeps_the_micro_steps_and_brings_an_optimizer() -> None:
     source = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    plan = alone(resolve(load(source), Facts(world_size=8, replicas=8)))
+    plan = single_process_plan(resolve(load(source), Facts(world_size=8, replicas=8)))
     assert (plan.batch.train_batch_size, plan.batch.replicas, plan.optimizer.type) == (6, 1, "AdamW")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zengine.planning.models import NotAFactory, Shape, Transformer, called, factory, shape_of
+from zengine.planning.models import NotAFactory, Shape, Transformer, build_model, load_factory, shape_of
 
 FILE = """
 from torch import nn
@@ -31,7 +31,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_folder")
 def test_a_factory_of_the_working_directory_makes_a_model_without_memory() -> None:
-    model = called("my_train_file:make")
+    model = build_model("my_train_file:make")
     assert model.weight.shape == (5, 3)
     assert model.weight.is_meta
 
@@ -49,11 +49,11 @@ def test_a_factory_of_the_working_directory_makes_a_model_without_memory() -> No
 )
 def test_a_name_that_is_no_factory_says_what_is_there(name: str, message: str) -> None:
     with pytest.raises(NotAFactory, match=message):
-        called(name)
+        build_model(name)
 
 
 def test_attributes_are_followed() -> None:
-    assert factory("torch:nn.Linear") is torch.nn.Linear
+    assert load_factory("torch:nn.Linear") is torch.nn.Linear
 
 
 @pytest.mark.parametrize("numel", [1e7, 1.24e8, 1.3e9, 7e9, 7e10])

@@ -14,7 +14,7 @@ import zengine
 from zcomm.testing import run_ranks
 from zengine.config import Facts, Plan, load, resolve
 from zengine.planning.models import Shape, Transformer
-from zengine.planning.sizes import at_stage, optimizer_maker, sizes
+from zengine.planning.sizes import at_stage, optimizer_factory, sizes
 
 
 def plan_of(world_size: int = 8, **source: Any) -> Plan:
@@ -75,7 +75,7 @@ def test_another_stage_drops_what_it_has_no_use_for() -> None:
 
 def test_the_optimizer_knows_the_names_of_the_parameters() -> None:
     net = model()
-    muon = optimizer_maker(net, plan_of(optimizer={"type": "Muon", "params": {"lr": 0.1}}))(list(net.parameters()))
+    muon = optimizer_factory(net, plan_of(optimizer={"type": "Muon", "params": {"lr": 0.1}}))(list(net.parameters()))
     assert len(muon.param_groups) > 1  # embeddings apart from matrices
 
 

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from zengine.config import ConfigError, DataPlan, Plan, Problem
-from zengine.data.files.arrays import mapped_array
-from zengine.data.files.metrics import SAMPLE_FILE, MetricError, MetricIndex, lengths_of
 from zengine.data.loaders.base import Loader, PostProcess
-from zengine.data.loaders.feed import Feed, fetching_of, is_indexed
-from zengine.data.order.curriculum import By, Limit
+from zengine.data.loaders.factory import LoaderFactory, is_indexed, make_fetcher
+from zengine.data.metrics import SAMPLE_FILE, MetricError, MetricIndex, lengths_of, open_array
+from zengine.data.order.curriculum import DifficultyType, Limit
 from zengine.engine.feature import Feature
 from zengine.features import DynamicBatching, RandomLtd, SampleDifficulty, SeqlenCurriculum
 
@@ -37,7 +36,7 @@ Laws = Mapping[str, Callable[[int], int]] | Callable[[int], int]
 class TakesLaws(Protocol):
     """A part whose schedule may be the caller's."""
 
-    def set_custom_schedule(self, laws: Any) -> None: ...
+    def set_custom_schedule(self, functions: Any) -> None: ...
 
 
 def require_data(plan: Plan, training_data: Any) -> None:
@@ -65,28 +64,28 @@ def _stream(training_data: Any) -> str:
 
 def feed_of(
     plan: Plan, *, rank: int, device: torch.device, collate_fn: Callable[[list[Any]], Any] | None = None
-) -> Feed:
+) -> LoaderFactory:
     """The feed of `rank` among the replicas; ranks that share one of them are given the same samples."""
     data, is_shared = plan.data, plan.parallel.model_parallel_size * plan.parallel.degrees.sequence > 1
-    return Feed(
+    return LoaderFactory(
         micro_batch_size=plan.batch.micro_batch_size,
         rank=rank,
         world_size=plan.batch.replicas,
         accumulation=plan.batch.accumulation,
         seed=data.seed,
         drop_last=data.drop_last,
-        fetching=fetching_of(
+        fetcher=make_fetcher(
             collate_fn=collate_fn,
             num_workers=data.num_workers,
             pin_memory=data.pin_memory,
             device=device,
             prefetch=data.prefetch,
-            shared_by=(rank,) if is_shared else (),
+            shared_seed=(rank,) if is_shared else (),
         ),
     )
 
 
-def training_loader(dataset: Any, data: DataPlan, feed: Feed) -> Loader:
+def training_loader(dataset: Any, data: DataPlan, feed: LoaderFactory) -> Loader:
     """The loader that the plan asks for.
 
     Raises:
@@ -117,8 +116,8 @@ def _index(metric: Any, dataset: Any) -> MetricIndex:
     """The files of a metric; the lengths of the samples where it has none."""
     if metric.samples_path:
         return MetricIndex.load(metric.samples_path, metric.metrics_path, metric.name)
-    if metric.by is By.NOTHING:
-        return MetricIndex.of(np.zeros(Feed.length_of(dataset), dtype=np.int8), metric.name)
+    if metric.by is DifficultyType.SINGLE_CLUSTER:
+        return MetricIndex.of(np.zeros(LoaderFactory.length_of(dataset), dtype=np.int8), metric.name)
     return MetricIndex.of(_measured(dataset), metric.name)
 
 
@@ -128,7 +127,7 @@ def _lengths(path: str, dataset: Any) -> NDArray[np.int64]:
         return _measured(dataset)
     file = path if path.endswith(".npy") else f"{path}/{SAMPLE_FILE}"
     try:
-        lengths: NDArray[np.int64] = mapped_array(file).astype(np.int64, casting="same_kind")
+        lengths: NDArray[np.int64] = open_array(file).astype(np.int64, casting="same_kind")
     except (OSError, ValueError, TypeError) as error:
         raise MetricError(
             f"dynamic_batching.metrics_path: {file} is not a file of lengths ({error}); zengine.data.DataAnalyzer "
@@ -138,7 +137,7 @@ def _lengths(path: str, dataset: Any) -> NDArray[np.int64]:
 
 
 def _measured(dataset: Any) -> NDArray[np.int64]:
-    log.info("measuring the lengths of %d samples; a file of a metric saves that", Feed.length_of(dataset))
+    log.info("measuring the lengths of %d samples; a file of a metric saves that", LoaderFactory.length_of(dataset))
     return lengths_of(dataset)
 
 
@@ -163,16 +162,16 @@ def user_loader(
         raise ValueError(f'deepspeed_io(route={route!r}): "train", "eval" or "predict" is needed')
     data, device = run.plan.data, run.device
     base = feed_of(run.plan, rank=run.parts.groups.get_data_parallel_rank(), device=device)
-    fetching = fetching_of(
+    fetcher = make_fetcher(
         collate_fn=collate_fn,
         num_workers=data.num_workers if num_workers is None else num_workers,
         pin_memory=pin_memory,
         device=device,
         prefetch=data.prefetch,
-        shared_by=base.fetching.shared_by,
+        shared_seed=base.fetcher.shared_seed,
     )
     size = base.micro_batch_size if batch_size is None else batch_size
-    feed = attrs.evolve(base, micro_batch_size=size, fetching=fetching)
+    feed = attrs.evolve(base, micro_batch_size=size, fetcher=fetcher)
     if data_sampler is not None:
         return feed.sampled(dataset, data_sampler)
     return feed.plain(dataset, shuffle=route == "train")

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 import zcomm
 import zpartition
 from zengine.build.agreement import compare, parameter_lines, plan_lines
-from zengine.data.loaders.feed import is_indexed
-from zengine.data.loaders.random_state import generators_untouched, seed_generators
-from zengine.data.tree import mapped
+from zengine.data.loaders.factory import is_indexed
+from zengine.data.loaders.fetch import preserve_generators, seed_generators
+from zengine.data.tree import map_tensors
 from zpartition import tensor
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def first_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, dev
     if dataset is None or not is_indexed(dataset):
         return None
     collate = collate_fn or torch.utils.data.default_collate
-    with generators_untouched():
+    with preserve_generators():
         seed_generators(0)
         batch = collate([dataset[0]])
-    return mapped(batch, lambda leaf: leaf.to(device))
+    return map_tensors(batch, lambda leaf: leaf.to(device))
 
 
 def _proposal(module: nn.Module, wanted: TensorPlan, given: Input | None) -> tensor.TensorPlan:
@@ -171,7 +171,7 @@ def own_plan(module: nn.Module) -> Mapping[str, str]:
 def small_input(module: nn.Module, sample: Callable[[], Any], device: torch.device) -> Input | None:
     """A small input, as a loop would give it to the model; None if there is none."""
     batch = getattr(module, "dummy_inputs", None)
-    batch = sample() if batch is None else mapped(dict(batch), lambda leaf: leaf.to(device))
+    batch = sample() if batch is None else map_tensors(dict(batch), lambda leaf: leaf.to(device))
     if batch is None:
         return None
     given: Input = ((tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {})

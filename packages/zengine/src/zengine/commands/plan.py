@@ -26,12 +26,20 @@ from zengine.commands import CommandError
 from zengine.commands.config import facts_of, parse_auto
 from zengine.config import Facts, Plan, load, resolve
 from zengine.planning.activations import CannotDryRun
-from zengine.planning.batches import Batch, from_factory, inputs, token_ids
 from zengine.planning.explanation import explain
 from zengine.planning.forecast import forecast
-from zengine.planning.measured import CannotMeasure, alone, measure, started
-from zengine.planning.models import NotAFactory, Transformer, called, factory, shape_of
-from zengine.planning.peaks import PeakSubject, peak
+from zengine.planning.measured import CannotMeasure, engine_starter, measure, single_process_plan
+from zengine.planning.models import (
+    Batch,
+    NotAFactory,
+    Transformer,
+    factory_batches,
+    load_factory,
+    shape_of,
+    shaped_batches,
+    token_batches,
+)
+from zengine.planning.sizes import Workload, peak
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _EXAMPLE = 1e9  # parameters of the default transformer
@@ -58,7 +66,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     facts = facts_of(config, arguments.world, arguments.device)
     plan = resolve(config, facts)
     module, subject = _make_model(arguments)
-    case = PeakSubject(
+    case = Workload(
         module=plan.precision.cast_module(module),
         batch=_batch(arguments, plan),
         device=facts.device_type,
@@ -93,13 +101,15 @@ def _make_model(arguments: argparse.Namespace) -> tuple[nn.Module, str]:
 def _batch(arguments: argparse.Namespace, plan: Plan) -> Batch:
     try:
         if arguments.batch:
-            return from_factory(arguments.batch)
+            return factory_batches(arguments.batch)
         if arguments.inputs:
-            return inputs(arguments.inputs, (plan.precision.param if plan.cast_inputs else None) or torch.float32)
+            return shaped_batches(
+                arguments.inputs, (plan.precision.param if plan.cast_inputs else None) or torch.float32
+            )
     except (NotAFactory, ValueError) as error:
         raise CommandError(f"{'--batch' if arguments.batch else '--inputs'} {error}") from None
     if arguments.tokens or not arguments.model:
-        return token_ids(arguments.tokens or _TOKENS)
+        return token_batches(arguments.tokens or _TOKENS)
     raise CommandError("the model needs an input: pass --batch module:factory, --tokens 1024 or --inputs 3x224x224")
 
 
@@ -120,15 +130,19 @@ def _room(arguments: argparse.Namespace, facts: Facts) -> int:
     return int(words[words.index("MemTotal:") + 1]) * 1024 // num_ranks
 
 
-def _measured(plan: Plan, arguments: argparse.Namespace, case: PeakSubject) -> tuple[int, int]:
+def _measured(plan: Plan, arguments: argparse.Namespace, case: Workload) -> tuple[int, int]:
     """Return the (measured, planned) peak of this process, in bytes."""
     if not arguments.model:
         raise CommandError("--measure trains your model: pass --model module:factory")
-    own = alone(plan)
+    own = single_process_plan(plan)
     micro_batch = own.batch.micro_batch_size
     try:
         found = measure(
-            factory(arguments.model), case.batch, started(own), micro_batch=micro_batch, device=case.device
+            load_factory(arguments.model),
+            case.batch,
+            engine_starter(own),
+            micro_batch=micro_batch,
+            device=case.device,
         )
     except CannotMeasure as error:
         raise CommandError(str(error)) from None

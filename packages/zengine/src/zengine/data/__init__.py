@@ -1,35 +1,34 @@
-"""Data loading with a resumable order: bit for bit the same for any number of ranks and any batch size."""
+"""Data loading in a resumable order: the same samples, bit for bit, at any world size and batch size."""
 
 from zengine.data.analysis import DataAnalyzer
-from zengine.data.files.metrics import MetricError, MetricIndex, length_of
-from zengine.data.loaders.base import Loader, StaleIterationError
+from zengine.data.loaders.base import Loader, RepeatingLoader, StaleIterationError, forever
 from zengine.data.loaders.curriculum import CurriculumLoader
-from zengine.data.loaders.delivery import ToDevice, delivery_to
-from zengine.data.loaders.feed import Feed
-from zengine.data.loaders.fetch import Fetching
-from zengine.data.loaders.indexed import MapLoader
-from zengine.data.loaders.make import make_loader
+from zengine.data.loaders.factory import LoaderFactory, make_loader
+from zengine.data.loaders.fetch import BatchFetcher, DevicePrefetcher, make_prefetcher
+from zengine.data.loaders.indexed import MapLoader, SampledLoader
 from zengine.data.loaders.packed import PackedLoader
-from zengine.data.loaders.repeat import RepeatingLoader, forever
-from zengine.data.loaders.sampled import SampledLoader
 from zengine.data.loaders.stream import StreamLoader
-from zengine.data.order.curriculum import By, CurriculumWalk, Limit
-from zengine.data.order.order import Order, Ticket
-from zengine.data.order.packing import PackedOrder, Packing, Picking
+from zengine.data.metrics import MetricError, MetricIndex, length_of
+from zengine.data.order.curriculum import CurriculumOrder, DifficultyType, Limit
+from zengine.data.order.order import BatchIndices, Order
+from zengine.data.order.packing import PackedOrder, Packing, PickingOrder
 from zengine.data.order.schedules import Custom, FixedDiscrete, FixedRoot
+from zengine.imports import importing
 
 __all__ = [
-    "By",
+    "BatchFetcher",
+    "BatchIndices",
     "CurriculumLoader",
-    "CurriculumWalk",
+    "CurriculumOrder",
     "Custom",
     "DataAnalyzer",
-    "Feed",
-    "Fetching",
+    "DevicePrefetcher",
+    "DifficultyType",
     "FixedDiscrete",
     "FixedRoot",
     "Limit",
     "Loader",
+    "LoaderFactory",
     "MapLoader",
     "MetricError",
     "MetricIndex",
@@ -37,15 +36,26 @@ __all__ = [
     "PackedLoader",
     "PackedOrder",
     "Packing",
-    "Picking",
+    "PickingOrder",
     "RepeatingLoader",
     "SampledLoader",
     "StaleIterationError",
     "StreamLoader",
-    "Ticket",
-    "ToDevice",
-    "delivery_to",
     "forever",
     "length_of",
     "make_loader",
+    "make_prefetcher",
 ]
+
+RENAMED = {
+    "By": "zengine.data.DifficultyType",
+    "CurriculumWalk": "zengine.data.CurriculumOrder",
+    "Feed": "zengine.data.LoaderFactory",
+    "Fetching": "zengine.data.BatchFetcher",
+    "Picking": "zengine.data.PickingOrder",
+    "Ticket": "zengine.data.BatchIndices",
+    "ToDevice": "zengine.data.DevicePrefetcher",
+    "delivery_to": "zengine.data.make_prefetcher",
+}
+
+__getattr__ = importing(__name__, {}, RENAMED)

@@ -9,35 +9,35 @@ from typing import Any
 from torch import Tensor
 
 
-def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nest with changed tensors; values that are neither containers nor tensors are unchanged."""
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same nest with `change` applied to each tensor; other leaves are unchanged."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(member, change) for member in tree))
+        return type(tree)(*(map_tensors(member, change) for member in tree))
     if type(tree) in (tuple, list):
-        return type(tree)(mapped(member, change) for member in tree)
+        return type(tree)(map_tensors(member, change) for member in tree)
     if isinstance(tree, MutableMapping):
-        twin = copy.copy(tree)  # of the same class: a tokenizer's batch, say
-        twin.update({key: mapped(member, change) for key, member in tree.items()})
-        return twin
+        copied = copy.copy(tree)  # keeps the class, e.g. a tokenizer's BatchEncoding
+        copied.update({key: map_tensors(member, change) for key, member in tree.items()})
+        return copied
     return tree
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
+def iter_tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nest, in order."""
     found: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    mapped(tree, note)
+    map_tensors(tree, collect)
     yield from found
 
 
 def named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield (path, tensor) of a nest called `name`: batch['input_ids'], batch[0]."""
+    """Yield (path, tensor) of a nest; paths begin with `name`: batch['input_ids'], batch[0]."""
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, (tuple, list)):

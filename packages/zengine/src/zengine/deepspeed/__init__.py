@@ -1,8 +1,8 @@
 """DeepSpeed's names for zengine: `import zengine.deepspeed as deepspeed` is the one line to change in a script.
 
-Everything here hands over to the objects of the six packages and holds no behaviour of its own beyond DeepSpeed's
-signatures; what is not available refuses by name (`later.py`).  packages/zengine/DEEPSPEED.md tells what differs.
-For scripts that cannot be edited there is `python -m zengine.as_deepspeed`.
+Everything here delegates to the six packages and adds no behaviour beyond DeepSpeed's signatures; a name that is not
+available raises `NotAvailable` when it is used (absent.py).  packages/zengine/DEEPSPEED.md lists the differences.
+Scripts that cannot be edited run under `python -m zengine.as_deepspeed`.
 """
 
 from __future__ import annotations

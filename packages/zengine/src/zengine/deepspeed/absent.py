@@ -1,7 +1,7 @@
-"""What belongs to DeepSpeed's interface and is not here: one list, and classes that say so when they are used.
+"""Unavailable parts of DeepSpeed's interface: one table, and placeholder classes.
 
 Importing such a name works, so that scripts which only mention it (an isinstance test, an optional branch) run.
-Making one, calling it or subclassing it raises `NotAvailable`, with what to do instead.
+Instantiating, calling or subclassing it raises `NotAvailable`, with the alternative.
 """
 
 from __future__ import annotations
@@ -9,55 +9,55 @@ from __future__ import annotations
 import functools
 from typing import Any, NoReturn
 
-__all__ = ["ABSENT", "NotAvailable", "absent", "refusing"]
+__all__ = ["ABSENT", "NotAvailable", "absent", "raise_not_available"]
 
 
 class NotAvailable(RuntimeError):
-    """A part of DeepSpeed's interface that zengine does not have."""
+    """Part of DeepSpeed's interface that zengine does not provide."""
 
 
-# Names that are left out for good: qualified name -> why.
+# Names that will not be provided: qualified name -> reason and alternative.
 ABSENT: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
     "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": (
-        "its functions take collated batches. Use zengine.data.DataAnalyzer, with a function of one sample; the "
-        "files that DeepSpeed's wrote are read as they are."
+        "its functions take collated batches. Use zengine.data.DataAnalyzer, with a function of one sample; it "
+        "reads the files of DeepSpeed's analyzer unchanged."
     ),
     "zero.MiCS_Init": "it was removed from DeepSpeed. Use zero.Init, and zero_optimization.shard_group_size.",
 }
 
 
-def refusing(name: str) -> NoReturn:
-    """Raise for `name`, an entry of ABSENT."""
+def raise_not_available(name: str) -> NoReturn:
+    """Raise NotAvailable for `name`, an entry of ABSENT."""
     raise NotAvailable(f"deepspeed.{name}: {ABSENT[name]}")
 
 
 class _Absent(type):
-    """Of classes that are not there: making one, subclassing one or asking one for a method's work refuses."""
+    """Metaclass of placeholder classes: instantiating one, subclassing one or calling its methods raises."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        refusing(cls.qualified)
+        raise_not_available(cls.qualified)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return functools.partial(_refuse, cls.qualified)
+        return functools.partial(_raise_not_available, cls.qualified)
 
-    qualified: str  # its entry in ABSENT
+    qualified: str  # the entry in ABSENT
 
 
-def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    refusing(name)
+def _raise_not_available(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise_not_available(name)
 
 
 def absent(name: str) -> Any:
-    """A class that can be imported and tested against, and that refuses to be made, subclassed or used."""
+    """Return a placeholder class: it can be imported and tested against, but not instantiated, subclassed or used."""
     text = ABSENT[name]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-        refusing(name)
+        raise_not_available(name)
 
     members = {
         "__init_subclass__": classmethod(refuse),

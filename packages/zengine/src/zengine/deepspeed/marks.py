@@ -1,20 +1,20 @@
-"""`param.ds_id` and its family: how other people's code tells that a weight is sharded, and asks for it.
+"""ZeRO marks: `param.ds_id` and related attributes, by which third-party code detects and gathers sharded weights.
 
-Saving code of many projects begins with `hasattr(param, "ds_id")`: without the mark it takes a weight at rest for a
+Saving code of many projects begins with `hasattr(param, "ds_id")`: without the mark it takes a sharded weight for a
 whole one.  So `deepspeed.initialize` marks every parameter at stage 3, `zero.Init` marks what is built inside, and
-the marks go with the engine.  At stages 0 to 2, and with plain zengine, nothing is marked.
+`close()` of the engine removes the marks.  At stages 0 to 2, and with plain zengine, nothing is marked.
 
-Design.  A marked parameter has another class, made from its own, whose properties answer from the partition at the
-moment: nothing is written when units are gathered, and a copy, a pickle and a detached tensor are as plain as they
-were.  What does not follow from the partition is in a table beside the parameters.
+Design.  A marked parameter has a class derived from its own, whose properties read the partition: gathering a unit
+writes nothing, and copies, pickles and detached tensors stay plain.  A table beside the parameters holds what does
+not follow from the partition.
 
-`ds_status` says who has gathered a weight, not where bytes are: AVAILABLE while a block, `all_gather()` or a running
-module holds it, NOT_AVAILABLE otherwise, also where it happens to be whole (a small one, a world of one rank).  Code
-that asserts NOT_AVAILABLE before it gathers, and code that gathers what is not AVAILABLE, both work; INFLIGHT is
-never seen, because whoever may look has waited.
+`ds_status` tells who has gathered a weight, not where bytes are: AVAILABLE while a block, `all_gather()` or a running
+module holds it, NOT_AVAILABLE otherwise, even if it happens to be whole (a small one, a world of one rank).  Code
+that asserts NOT_AVAILABLE before it gathers, and code that gathers what is not AVAILABLE, both work.  INFLIGHT never
+occurs, because gathers are awaited before user code runs.
 
-Rejected: attributes in the parameters' dicts, renewed at every gather (a cost in every step, and closures that no
-pickle takes); properties on torch.nn.Parameter (everybody's class).
+Rejected: attributes in the parameters' dicts, updated at every gather (a cost in every step, and closures that
+cannot be pickled); properties on torch.nn.Parameter (shared by all code).
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "external_parameters",
-    "holding",
+    "is_marked",
     "mark",
-    "marked",
+    "mark_available",
     "unmark",
 ]
 
 
 class ZeroParamType(enum.Enum):
-    """How DeepSpeed tells parameters apart."""
+    """DeepSpeed's kinds of parameters."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -64,15 +64,15 @@ class ZeroParamType(enum.Enum):
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether somebody has gathered a weight."""
+    """Gathered or not."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
-    INFLIGHT = 3  # never seen here
+    INFLIGHT = 3  # never occurs
 
 
 class PartitionedParamStatus(enum.Enum):
-    """Whether a rank's own part is in memory; those that are handed out here always are."""
+    """Status of a rank's shard in memory; here always AVAILABLE."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -82,15 +82,15 @@ class PartitionedParamStatus(enum.Enum):
 @final
 @attrs.define(eq=False)
 class _Mark:
-    """What is known of one parameter beside its partition."""
+    """State of one marked parameter that its partition does not hold."""
 
     number: int  # ds_id
-    num_holders: int = 0  # blocks and calls of all_gather that have it
-    persists: bool = False  # whether it is small enough to stay whole
-    leaf: Any = None  # a weak reference to the leaf module that it is part of
-    parts: Any = None  # a weak reference to the parts of the engine that cuts it
-    opened: _Opened | None = None  # the call of all_gather that holds it
-    sub_modules: set[int] = attrs.field(factory=set)  # for those who clear it; nothing reads it
+    num_holders: int = 0  # blocks and all_gather calls that hold it
+    persists: bool = False  # small enough to stay whole
+    leaf: Any = None  # weak reference to its leaf module
+    parts: Any = None  # weak reference to the parts of the engine that shards it
+    opened: _GatherCall | None = None  # the all_gather call that holds it
+    sub_modules: set[int] = attrs.field(factory=set)  # third-party code clears it; nothing reads it
 
 
 _marks: dict[int, tuple[weakref.ref[Parameter], _Mark]] = {}  # by identity of the parameter
@@ -99,45 +99,45 @@ _external: weakref.WeakKeyDictionary[nn.Module, dict[int, Parameter]] = weakref.
 
 
 class Marked:
-    """What a marked parameter has beside what a parameter has."""
+    """Attributes of a marked parameter."""
 
     __slots__ = ()
-    stands_for: type[Parameter]  # the class that it had
+    original_class: type[Parameter]  # the parameter's own class
 
     @property
     def ds_id(self) -> int:
-        """Its number, in the order of marking."""
+        """Number of the parameter, in the order of marking."""
         return _mark_of(self).number
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Return whether somebody has gathered it at the moment."""
+        """Status: AVAILABLE while it is gathered."""
         is_held = _mark_of(self).num_holders > 0 or zpartition.is_gathered(_param(self))
         return ZeroParamStatus.AVAILABLE if is_held else ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_shape(self) -> torch.Size:
-        """Of the whole, as its own shape is here."""
+        """Shape of the whole parameter; equals `shape`."""
         _mark_of(self)
         return _param(self).shape
 
     @property
     def ds_numel(self) -> int:
-        """Of the whole."""
+        """Elements of the whole parameter."""
         _mark_of(self)
         return _param(self).numel()
 
     @property
     def ds_tensor(self) -> Tensor | None:
-        """This rank's part, flat; None before `initialize` has cut it.  Parts may differ in size between ranks."""
-        part: Any = _own_part(_param(self), _mark_of(self))
+        """This rank's shard, flat; None before `initialize`.  Shards may differ in size between ranks."""
+        part: Any = _local_shard(_param(self), _mark_of(self))
         if part is not None:
             part.ds_numel, part.status, part.final_location = part.numel(), PartitionedParamStatus.AVAILABLE, None
         return part  # type: ignore[no-any-return]
 
     @property
     def ds_persist(self) -> bool:
-        """Return whether it stays whole because it is small."""
+        """True if it stays whole because it is small."""
         return _mark_of(self).persists
 
     @property
@@ -147,33 +147,33 @@ class Marked:
 
     @property
     def ds_process_group(self) -> Any:
-        """The ranks that it is cut over."""
+        """Group of the ranks that shard it."""
         _mark_of(self)
         return groups.get_data_parallel_group()
 
     @property
     def ds_active_sub_modules(self) -> set[int]:
-        """A set to clear; modules that use a weight are known elsewhere."""
+        """Unused set, for code that clears it."""
         return _mark_of(self).sub_modules
 
     @property
     def ds_z3_leaf_module(self) -> nn.Module:
-        """The leaf module that it is part of.  AttributeError where there is none."""
+        """Leaf module of the parameter.  Raises AttributeError if there is none."""
         found = _mark_of(self).leaf
         module: nn.Module | None = None if found is None else found()
         if module is None:
-            raise AttributeError("ds_z3_leaf_module: this parameter is part of no leaf module")
+            raise AttributeError("ds_z3_leaf_module: this parameter belongs to no leaf module")
         return module
 
     def all_gather(
         self, param_list: Iterable[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
-    ) -> _Arrived | None:
-        """Make it, or the parameters of a list, whole until `partition`; all ranks call."""
+    ) -> _DoneHandle | None:
+        """Gather this parameter, or those of `param_list`, until `partition`; all ranks must call."""
         wanted = [_param(self)] if param_list is None else list(param_list)
         missing = [param for param in wanted if getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
         if missing:
-            _Opened(missing)
-        return _Arrived() if async_op else None
+            _GatherCall(missing)
+        return _DoneHandle() if async_op else None
 
     def partition(
         self,
@@ -182,17 +182,17 @@ class Marked:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Let go of what `all_gather` has made whole; all ranks call.  Edits count that all ranks have made alike.
+        """Release what `all_gather` gathered; all ranks must call.  Edits that all ranks made equally are kept.
 
-        Raises ValueError for other edits, which are undone.
+        Raises ValueError for other edits and undoes them.
         """
         for param in [_param(self)] if param_list is None else list(param_list):
             opened = _mark_of(param).opened
             if opened is not None:
-                opened.leave(param)
+                opened.release(param)
 
     def ds_summary(self, use_debug_name: bool = False) -> dict[str, Any]:
-        """For messages."""
+        """Return a summary for messages."""
         param, part = _param(self), self.ds_tensor
         return {
             "id": self.ds_id,
@@ -209,89 +209,89 @@ class Marked:
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A plain parameter: nobody shards it."""
-        copied = self.stands_for.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
-        copied.__class__ = self.stands_for
+        """Return an unmarked, unsharded parameter."""
+        copied = self.original_class.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = self.original_class
         return copied
 
 
 @final
-class _Arrived:
-    """What an asynchronous gather returns: there is nothing to wait for."""
+class _DoneHandle:
+    """Handle of an asynchronous gather, which is already done."""
 
     def wait(self, **_: Any) -> None: ...
 
 
 @final
-class _Opened:
-    """Parameters that one call of `all_gather` holds; the last that is let go of closes it."""
+class _GatherCall:
+    """Parameters that one `all_gather` call holds, until the last one is released."""
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         with ExitStack() as opening:
-            opening.enter_context(holding(params))
+            opening.enter_context(mark_available(params))
             opening.enter_context(zpartition.gathered(params))
             self.open = opening.pop_all()
         self.params = {id(param) for param in params}
         for param in params:
             _mark_of(param).opened = self
 
-    def leave(self, param: Parameter) -> None:
+    def release(self, param: Parameter) -> None:
         _mark_of(param).opened = None
         self.params.discard(id(param))
         if not self.params:
             self.open.close()
 
 
-def marked(param: object) -> bool:
-    """Return whether `param` has a mark."""
+def is_marked(param: object) -> bool:
+    """Return True if `param` has a mark."""
     return isinstance(param, Marked) and id(param) in _marks
 
 
 def mark(param: Parameter) -> _Mark:
-    """Give `param` a mark, if it has none; returns it."""
-    if not marked(param):
-        _turn(param, _class_for(getattr(type(param), "stands_for", type(param))))
+    """Return the mark of `param`; create it if there is none."""
+    if not is_marked(param):
+        _set_class(param, _class_for(getattr(type(param), "stands_for", type(param))))
         known = _marks.get(id(param))
-        if known is None or known[0]() is not param:  # else its class was changed since: experts have one
+        if known is None or known[0]() is not param:  # else other code changed its class since (experts)
             _marks[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), _Mark(next(_numbers))
     return _mark_of(param)
 
 
 def unmark(params: Iterable[Parameter], modules: Iterable[nn.Module] = ()) -> None:
-    """Take marks off; what has none is left alone."""
+    """Remove the marks of `params` and `modules`, if they have any."""
     for param in params:
         if isinstance(param, Marked):
             _marks.pop(id(param), None)
-            _turn(param, param.stands_for)
+            _set_class(param, param.original_class)
     for module in modules:
         for name in _OF_MODULES:
             vars(module).pop(name, None)
 
 
-class holding(ExitStack):  # noqa: N801 - used as a function is
-    """Inside, marked ones of `params` are AVAILABLE."""
+class mark_available(ExitStack):  # noqa: N801 - used like a function
+    """Set the marked ones of `params` to AVAILABLE inside the block."""
 
     def __init__(self, params: Iterable[Parameter]) -> None:
         super().__init__()
-        self._found = [_mark_of(param) for param in params if marked(param)]
+        self._found = [_mark_of(param) for param in params if is_marked(param)]
 
-    def __enter__(self) -> holding:
+    def __enter__(self) -> mark_available:
         for each in self._found:
             each.num_holders += 1
-            self.callback(_let_go, each)
+            self.callback(_release, each)
         return self
 
 
 def external_parameters(module: nn.Module) -> dict[int, Parameter]:
-    """Return what was registered as used by `module` although others own it, by identity."""
+    """Return the registered parameters that `module` uses and others own, by identity."""
     return _external.setdefault(module, {})
 
 
 @final
 class ParameterOffload:
-    """`optimizer.parameter_offload`, for those who take its hooks off around a generation, and put them on again.
+    """`optimizer.parameter_offload`, for code that removes its hooks before a generation and registers them after.
 
-    There are none to take off: what is gathered around the generation stays so, and modules notice.
+    It has no hooks: parameters gathered around the generation stay gathered, and modules use them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -306,13 +306,13 @@ class ParameterOffload:
 
 @final
 class ZeroMarks(Feature):
-    """The marks of an engine's module at stage 3; they go with it."""
+    """Marks of an engine's module at stage 3, until the engine closes."""
 
     def attach(self, run: Run) -> None:
         params, modules = list(run.module.parameters()), list(run.module.modules())
         if run.plan.zero.stage < 3:
-            unmark(params)  # a model that was built inside zero.Init
-            self._undo: Any = _nothing
+            unmark(params)  # from zero.Init
+            self._undo: Any = _do_nothing
             return
         left_numel = run.plan.zero.persist_total_numel
         for param in params:
@@ -328,7 +328,7 @@ class ZeroMarks(Feature):
         optimizer: Any = run.optimizer
         if optimizer is not None:
             optimizer.parameter_offload = ParameterOffload(run.module)
-        self._undo = weakref.finalize(run.parts, _take_off, params, modules, optimizer)
+        self._undo = weakref.finalize(run.parts, _remove_marks, params, modules, optimizer)
 
     def close(self) -> None:
         self._undo()
@@ -337,36 +337,36 @@ class ZeroMarks(Feature):
 _OF_MODULES = ("ds_external_parameters", "ds_active_sub_modules")  # attributes of the modules of a marked engine
 
 
-def _take_off(params: list[Parameter], modules: list[nn.Module], optimizer: Any) -> None:
+def _remove_marks(params: list[Parameter], modules: list[nn.Module], optimizer: Any) -> None:
     unmark(params, modules)
     if optimizer is not None:
         vars(optimizer).pop("parameter_offload", None)
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-def _let_go(found: _Mark) -> None:
+def _release(found: _Mark) -> None:
     found.num_holders -= 1
 
 
-def _turn(param: Any, kind: type[Any]) -> None:
+def _set_class(param: Any, kind: type[Any]) -> None:
     param.__class__ = kind
 
 
 @functools.cache
 def _class_for(kind: Any) -> type[Any]:
-    """The class of marked parameters that were of class `kind`, whose name it keeps."""
+    """Return the marked subclass of `kind`, with the same name."""
     members = {"stands_for": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
     made: type[Any] = type(kind)(kind.__name__, (Marked, kind), members)
     return made
 
 
 def _mark_of(param: Any) -> _Mark:
-    """AttributeError, so that hasattr says no, for one that has a marked class and no mark: a copy."""
+    """Return the mark.  Raises AttributeError, so that hasattr is False, for a copy of a marked parameter."""
     found = _marks.get(id(param))
     if found is None or found[0]() is not param:
-        raise AttributeError("this parameter has no marks of ZeRO")
+        raise AttributeError("this parameter has no ZeRO marks")
     return found[1]
 
 
@@ -378,12 +378,12 @@ def _forget(key: int, _: object) -> None:
     _marks.pop(key, None)
 
 
-def _own_part(param: Parameter, known: _Mark) -> Tensor | None:
+def _local_shard(param: Parameter, known: _Mark) -> Tensor | None:
     parts: Parts | None = None if known.parts is None else known.parts()
     if parts is None:
         return None
     partition = parts.partition
     if partition.owns(param):
         return zpartition.local_weight(param)
-    length = -(-param.numel() // zcomm.group_size(partition.group))  # all ranks have all of it
+    length = -(-param.numel() // zcomm.group_size(partition.group))  # every rank has the whole parameter
     return param.detach().reshape(-1)[partition.rank * length : (partition.rank + 1) * length]

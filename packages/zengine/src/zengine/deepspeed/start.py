@@ -1,8 +1,7 @@
-"""`deepspeed.initialize`: zengine's, with DeepSpeed's arguments and with what was said about the model before.
+"""`deepspeed.initialize`: zengine's, with DeepSpeed's arguments.
 
-Besides the names of arguments, four things come in here: modules that `set_z3_leaf_modules` was told of, an
-`overflow` flag on the optimizer (Accelerate asks it whether a step was skipped), the marks of parameters at stage 3
-(marks.py), and DeepSpeed's mesh tuple.
+It adds the leaf modules of `set_z3_leaf_modules`, an `overflow` flag on the optimizer (by which Accelerate detects a
+skipped step), the marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ log = logging.getLogger("zengine")
 
 @final
 class OverflowFlag(Feature):
-    """`optimizer.overflow`: whether the last boundary left the update out, which Accelerate calls skipped."""
+    """`optimizer.overflow`: True if the last boundary skipped the update."""
 
     def attach(self, run: Run) -> None:
         optimizer: Any = run.optimizer
@@ -73,9 +72,9 @@ def initialize(
 
     mesh_param: a DeviceMesh, or DeepSpeed's (data parallel, sequence parallel) sizes.
 
-    Raises what `zengine.initialize` does, and ValueError for sizes that do not make the ranks.
+    Raises what `zengine.initialize` does, and ValueError for sizes that do not match the world size.
     """
-    mpu, mesh = _laid_out(mpu, mesh_param)
+    mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
     found = make_engine(
         model=model,
@@ -87,7 +86,7 @@ def initialize(
         mpu=mpu,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=_with_leaves(_counting_copies(given, model), leaf_names(model)),
+        config=_add_leaf_names(_count_replicas(given, model), leaf_names(model)),
         mesh=mesh,
     )
     groups.mpu = mpu
@@ -95,17 +94,17 @@ def initialize(
     mark_configured(found[0].module, found[0].plan.leaf_modules)
     found[0].add_feature(OverflowFlag())
     found[0].add_feature(ZeroMarks())
-    checkpointing.follow(found[0].plan.activations, found[0].parts.partition.mp_group)
+    checkpointing.adopt_settings(found[0].plan.activations, found[0].parts.partition.mp_group)
     return found
 
 
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
 ) -> nn.Module:
-    """Split `model` in place over runs of `tp_size` ranks, in `dtype`; returns it, ready for `initialize`.
+    """Split `model` in place over `tp_size` consecutive ranks, in `dtype`; return it, ready for `initialize`.
 
-    config: a `zpartition.tensor.TensorPlan`, DeepSpeed's config or its "partition_config"; without one the model's
-        own `tp_plan` is used, and else one is inferred from a small input: its `dummy_inputs`, or inputs=.
+    config: a `zpartition.tensor.TensorPlan`, DeepSpeed's config or its "partition_config".  Without it the plan is
+        the model's `tp_plan`, or is inferred from a small input: `dummy_inputs`, or inputs=.
 
     Raises ValueError as `zpartition.tensor.tp_model_init` does.
     """
@@ -121,48 +120,50 @@ def tp_model_init(
     return tensor.tp_model_init(model, tp_size, dtype, config, inputs=inputs)
 
 
-def _laid_out(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:
-    """(mpu, mesh), of which sizes in a tuple make the first."""
+def _resolve_mesh(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:
+    """Return (mpu, mesh); a tuple of sizes becomes an mpu."""
     if not isinstance(mesh_param, (tuple, list)):
         return mpu, mesh_param
     data, sequence = (*mesh_param, 1)[:2]
-    if sequence == 1:  # all ranks are replicas, or what shares the model says who is
+    if sequence == 1:  # replicas follow from the other parallelism
         if data < 1 or get_world_size() % data:
-            raise ValueError(f"mesh_param={tuple(mesh_param)}: {data} copies do not divide {get_world_size()} ranks")
+            raise ValueError(
+                f"mesh_param={tuple(mesh_param)}: {data} replicas do not divide {get_world_size()} ranks"
+            )
         return mpu, None
     if mpu is not None:
-        raise ValueError("initialize() got both mpu= and mesh_param=: they may disagree about the ranks, keep one")
+        raise ValueError("initialize() got both mpu= and mesh_param=; pass one of them")
     init_distributed()
     return zcomm.Groups.of(zcomm.Degrees(shard=data, sequence=sequence)), None
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of the config; empty where it is missing, or malformed, which `load` will tell."""
+    """Return a section of the config; empty if it is missing, or malformed (`load` raises then)."""
     found = data.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
-def _counting_copies(given: Any, model: nn.Module | None) -> Any:
-    """The config with a train_batch_size that counts copies of the model, where it counts every rank.
+def _count_replicas(given: Any, model: nn.Module | None) -> Any:
+    """Return the config with a train_batch_size that counts replicas, if it counted every rank.
 
-    DeepSpeed, and with it Accelerate and Trainer, multiply by all ranks, also by those that see the same samples
-    because they share the layers of one model.
+    DeepSpeed, Accelerate and Trainer multiply by all ranks, including tensor-parallel ranks, which see the same
+    samples.
     """
     document = read(given)
     data = document.data if isinstance(document.data, Mapping) else {}
     section = _section(data, "tensor_parallel")
-    said = (
+    sizes_given = (
         section.get("autotp_size"),
         _section(section, "tp").get("tp_size"),
         zpartition.model_parallel_group_of(model or nn.Module()).size,
     )
-    shared = max(each for each in said if isinstance(each, int))
+    shared = max(each for each in sizes_given if isinstance(each, int))
     sizes = [data.get(key) for key in BATCH_KEYS]
     train, micro, steps = (size if type(size) is int else 0 for size in sizes)
     if shared == 1 or not train or train != micro * steps * get_world_size() or train % shared:
         return given
     log.warning(
-        "train_batch_size %d counts the %d ranks that share a model as if each saw samples of its own: read as %d",
+        "train_batch_size %d counts each of the %d ranks that share a replica; using %d",
         train,
         shared,
         train // shared,
@@ -170,17 +171,17 @@ def _counting_copies(given: Any, model: nn.Module | None) -> Any:
     return attrs.evolve(document, data={**data, "train_batch_size": train // shared})
 
 
-def _with_leaves(given: Any, names: tuple[str, ...]) -> Any:
-    """The config with the names of leaf modules added, every key with its place; as it is when there are none."""
+def _add_leaf_names(given: Any, names: tuple[str, ...]) -> Any:
+    """Return the config with the names of leaf modules added and the origin of every key kept."""
     document = read(given) if names else None
     if document is None or not isinstance(document.data, Mapping):
         return given
     zero = _section(document.data, "zero_optimization")
     leaves = _section(zero, "leaf_module")
     written = leaves.get("names", [])
-    is_sound = {type(document.data.get("zero_optimization")), type(zero.get("leaf_module"))} <= {dict, type(None)}
-    if not (is_sound and isinstance(written, list)):
-        return given  # which `load` will refuse
+    is_valid = {type(document.data.get("zero_optimization")), type(zero.get("leaf_module"))} <= {dict, type(None)}
+    if not (is_valid and isinstance(written, list)):
+        return given  # `load` raises for it
     leaf_module = {**leaves, "names": list(dict.fromkeys((*written, *names)))}
     zero_optimization = {**zero, "leaf_module": leaf_module}
     return attrs.evolve(document, data={**document.data, "zero_optimization": zero_optimization})

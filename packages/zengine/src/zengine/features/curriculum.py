@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from zengine.data.order.schedules import Schedule, with_laws
-from zengine.data.tree import mapped, tensors
+from zengine.data.order.schedules import Schedule, with_custom_functions
+from zengine.data.tree import iter_tensors, map_tensors
 from zengine.engine.feature import Feature
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class SeqlenCurriculum(Feature):
     def _seqlen_at(self, step: int) -> int:
         return max(1, self.schedule.at(step))
 
-    def set_custom_schedule(self, laws: Any) -> None:
+    def set_custom_schedule(self, functions: Any) -> None:
         """Take the caller's function (or {"seqlen": function}) as the schedule."""
-        self.schedule = with_laws({"seqlen": self.schedule}, laws)["seqlen"]
+        self.schedule = with_custom_functions({"seqlen": self.schedule}, functions)["seqlen"]
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.module.training:
@@ -108,7 +108,7 @@ def cut(inputs: Any, length: int) -> Any:
     there, axis 1 is cut; of masks (integer or bool) and of (batch, heads, sequence, sequence) every axis behind the
     first of that size.  Others pass.  Nothing is cut of shorter sequences; views are made, no copies.
     """
-    first = next((leaf for leaf in tensors(inputs) if leaf.ndim >= 2), None)
+    first = next((leaf for leaf in iter_tensors(inputs) if leaf.ndim >= 2), None)
     if first is None or first.shape[1] <= length:
         return inputs
     size = first.shape[1]
@@ -121,4 +121,4 @@ def cut(inputs: Any, length: int) -> Any:
                 tensor = tensor.narrow(axis, 0, length)
         return tensor
 
-    return mapped(inputs, cut_one)
+    return map_tensors(inputs, cut_one)

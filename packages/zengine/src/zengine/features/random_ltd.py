@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 import zcomm
 import zpartition
 from zengine._compat import backward_number
-from zengine.data.tree import mapped
+from zengine.data.tree import map_tensors
 from zengine.engine.feature import Feature
 from zengine.engine.stages import is_staged
 
@@ -228,7 +228,7 @@ class _Cutting:
                 return tensor
             return _taken(tensor, 1, chosen)
 
-        return mapped(value, cut)
+        return map_tensors(value, cut)
 
     def mask(self, value: Any, chosen: Tensor, length: int) -> Any:
         """A mask (sequence, sequence) or (batch or 1, ..., sequence), cut along every axis of that length.
@@ -248,7 +248,7 @@ class _Cutting:
                     tensor = _taken(tensor, axis, chosen)
             return tensor
 
-        return mapped(value, cut)
+        return map_tensors(value, cut)
 
 
 def _taken(tensor: Tensor, axis: int, chosen: Tensor) -> Tensor:

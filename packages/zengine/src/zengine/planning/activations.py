@@ -1,9 +1,10 @@
-"""Activation memory of a forward and backward: a dry run on tensors without storage.
+"""Activation memory of a forward and backward: a dry run on fake tensors.
 
-Every operation runs on fake tensors of the real device type, so the same kernels are selected (attention saves a row
-of sums on one device and a square of scores on another).  A storage counts from the operation that creates it until
-nothing holds it: tensors saved by autograd, dropped and recomputed by checkpointing, or needed for a moment.  A
-parameter's gradient counts until it has arrived: afterwards it lies in a bucket, which the partition's plan counts.
+Every operation runs on fake tensors (no storage) of the real device type, so the same kernels are selected:
+attention saves a row of sums on one device and a square of scores on another.  A storage counts from the operation
+that creates it until its last reference is gone, whether autograd saves it, checkpointing recomputes it, or it is
+temporary.  A parameter's gradient counts until it is accumulated: then it lies in a bucket, which the partition's
+plan counts.
 
 Not counted: scratch memory inside a kernel, and the allocator's rounding.
 """
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 
 from zengine._compat import fake_tensors, have_dry_runs, watching
 
-__all__ = ["Activations", "CannotDryRun", "dry_run", "loss_of"]
+__all__ = ["Activations", "CannotDryRun", "call_model", "dry_run", "loss_of"]
 
 _GRANULE = 512  # bytes that the CUDA allocator hands out
 
 
 class CannotDryRun(ValueError):
-    """The model reads values, or needs features that fake tensors lack."""
+    """Model that reads values, or that needs features which fake tensors lack."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +38,7 @@ class Activations:
 
     forward: int
     backward: int
-    saved: int  # what is held when the forward is done: what backward waits for
+    saved: int  # held at the end of forward, for backward
 
     @property
     def peak(self) -> int:
@@ -46,8 +47,8 @@ class Activations:
 
 
 @final
-class Watermark:
-    """Bytes of live storages and their maximum.  Storages that existed before are excluded."""
+class MemoryTracker:
+    """Bytes of live storages and their maximum, without the storages of `known` tensors."""
 
     def __init__(self, known: list[Tensor]) -> None:
         self._sizes: dict[int, int] = {}
@@ -55,17 +56,17 @@ class Watermark:
         self.current = 0
         self.peak = 0
 
-    def see(self, results: list[Any]) -> None:
+    def count(self, results: list[Any]) -> None:
         """Count the storages of an operation's results."""
         for result in results:
             if isinstance(result, Tensor):
-                self._count(result.untyped_storage())
+                self._add(result.untyped_storage())
 
-    def restart(self) -> None:
-        """Reset the maximum, not the live storages."""
+    def reset(self) -> None:
+        """Reset the maximum to the live bytes."""
         self.peak = self.current
 
-    def _count(self, storage: Any) -> None:
+    def _add(self, storage: Any) -> None:
         key = id(storage)
         if key in self._known or key in self._sizes:
             return
@@ -73,9 +74,9 @@ class Watermark:
         self._sizes[key] = size
         self.current += size
         self.peak = max(self.peak, self.current)
-        weakref.finalize(storage, self._gone, key).atexit = False
+        weakref.finalize(storage, self._remove, key).atexit = False
 
-    def _gone(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         self.current -= self._sizes.pop(key)
 
 
@@ -84,73 +85,75 @@ def dry_run(
 ) -> Activations:
     """Return the activations of one micro-batch; allocates nothing and leaves `module` unchanged.
 
-    module: in its training dtype, on any device, also meta.  batch: makes its argument while tensors have no storage:
-    a tensor, a dict of keywords, or a tuple of arguments.  autocast: dtype of torch.autocast around the forward;
+    module: in its training dtype, on any device, also meta.  batch: makes the model's argument, on fake tensors: a
+    tensor, a dict of keywords, or a tuple of arguments.  autocast: dtype of torch.autocast around the forward;
     float32: none.
 
     Raises CannotDryRun, with the reason and a remedy.
     """
     if not have_dry_runs():
-        raise CannotDryRun(
-            f"torch {torch.__version__} offers no tensors without storage: measure instead (--measure)"
-        )
+        raise CannotDryRun(f"torch {torch.__version__} has no fake tensors: measure instead (--measure)")
     try:
         with fake_tensors(), torch.device(device):
             casting = torch.autocast(device, dtype=autocast) if autocast != torch.float32 else nullcontext()
-            return _watched(_hollow(module, device), batch(), casting)
+            return _run_tracked(_fake_copy(module, device), batch(), casting)
     except CannotDryRun:
         raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise CannotDryRun(
-            f"a dry run of the model failed with {type(error).__name__}: {reason}. Models that look at values cannot "
-            "run without them: measure instead (--measure)"
+            f"a dry run of the model failed with {type(error).__name__}: {reason}. A model that reads values cannot "
+            "run on fake tensors: measure instead (--measure)"
         ) from error
 
 
-def _hollow(module: nn.Module, device: str) -> nn.Module:
-    """Return a copy whose parameters and buffers have no storage; shared ones stay shared."""
-    made: dict[int, Any] = {}
+def _fake_copy(module: nn.Module, device: str) -> nn.Module:
+    """Return a copy of `module` on fake tensors; shared tensors stay shared."""
+    copies: dict[int, Any] = {}
 
-    def hollow(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
+    def fake(tensor: Tensor) -> Any:
+        if id(tensor) not in copies:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             is_param = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_param else empty
-        return made[id(tensor)]
+            copies[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_param else empty
+        return copies[id(tensor)]
 
-    copied = copy.deepcopy(module, {id(t): hollow(t) for t in (*module.parameters(), *module.buffers())})
+    copied = copy.deepcopy(module, {id(t): fake(t) for t in (*module.parameters(), *module.buffers())})
     return copied.train()
 
 
-def _watched(module: nn.Module, given: Any, casting: AbstractContextManager[Any]) -> Activations:
+def _run_tracked(module: nn.Module, given: Any, casting: AbstractContextManager[Any]) -> Activations:
     for param in module.parameters():
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_arrived)  # type: ignore[no-untyped-call]
-    mark = Watermark([*module.parameters(), *module.buffers()])
-    with watching(mark.see):
+            param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
+    tracker = MemoryTracker([*module.parameters(), *module.buffers()])
+    with watching(tracker.count):
         with casting:
-            output = _call(module, given)
+            output = call_model(module, given)
         loss = loss_of(output)
         del output
-        forward, saved = mark.peak, mark.current
-        mark.restart()
+        forward, saved = tracker.peak, tracker.current
+        tracker.reset()
         loss.backward()  # type: ignore[no-untyped-call]
-    return Activations(forward=forward, backward=mark.peak, saved=saved)
+    return Activations(forward=forward, backward=tracker.peak, saved=saved)
 
 
-def _arrived(param: Tensor) -> None:
+def _drop_grad(param: Tensor) -> None:
     param.grad = None
 
 
-def _call(module: nn.Module, given: Any) -> Any:
+def call_model(module: nn.Module, given: Any) -> Any:
+    """Call `module` with a batch: a mapping of keywords, a tuple or list of arguments, or one argument."""
     if isinstance(given, Mapping):
         return module(**given)
     return module(*given) if isinstance(given, (tuple, list)) else module(given)
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss of a model's output: the output, `.loss`, `["loss"]` or the first of a tuple; else a mean."""
+    """Return the loss in a model's output: the tensor, `.loss`, `["loss"]` or the first item.
+
+    A loss that is not a scalar is averaged.  Raises CannotDryRun if there is none.
+    """
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss", next(iter(output.values())))
@@ -160,6 +163,6 @@ def loss_of(output: Any) -> Tensor:
         found = getattr(output, "loss", None)
     if not isinstance(found, Tensor):
         raise CannotDryRun(
-            f"the model returned a {type(output).__name__} without a loss; return a tensor, or a dict with one"
+            f"the model returned a {type(output).__name__} without a loss; return a tensor or {{'loss': tensor}}"
         )
     return found if found.dim() == 0 else found.float().mean()

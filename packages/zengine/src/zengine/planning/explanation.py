@@ -10,7 +10,7 @@ from torch import nn
 
 from zengine.config import Config, Facts, Plan
 from zengine.config.plan.rows import text_of
-from zengine.planning.advice import Case, worth_knowing
+from zengine.planning.advice import Case, advice_lines
 from zengine.planning.sizes import Sizes, at_stage, sizes
 from zengine.planning.tables import columns, gib, ranks, section, wrapped
 
@@ -26,7 +26,7 @@ _BATCH = (
 
 @attrs.frozen(kw_only=True)
 class Explanation:
-    """Facts about a config, a world and a model, before a run."""
+    """Plan, sizes and advice for a config, a world and a model."""
 
     config: Config
     plan: Plan
@@ -80,13 +80,13 @@ class Explanation:
         return self.plan.origins.get(key, "default")
 
     def _value_lines(self, everything: bool) -> list[str]:
-        table = [(key, text_of(value), self._told_origin(key)) for key, value in self.plan.rows()]
+        table = [(key, text_of(value), self._origin_text(key)) for key, value in self.plan.rows()]
         shown = [row for row in table if everything or row[2] != "default"]
         lines = columns(shown)
         hidden = len(table) - len(shown)
         return [*lines, f"... and {hidden} keys at their defaults (--all shows them)"] if hidden else lines
 
-    def _told_origin(self, key: str) -> str:
+    def _origin_text(self, key: str) -> str:
         how = self.config.autos.get(key, "")
         origin = self._origin(key)
         return f"auto: {how}" if how and origin == "auto" else origin
@@ -100,7 +100,7 @@ class Explanation:
     def _traffic_lines(self) -> list[str]:
         traffic = self.sizes.traffic
         if not traffic.flows:
-            return ["nothing: a rank alone has nobody to send to"]
+            return ["nothing: there is only one rank"]
         table = [
             (flow.what, f"{flow.num_messages:,} messages", f"among {flow.among}", gib(flow.num_bytes))
             for flow in traffic.flows
@@ -126,7 +126,7 @@ class Explanation:
 
 
 def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject: str) -> Explanation:
-    """Explain `plan` for `module`, which is cast to the plan's dtype in place (it has no memory)."""
+    """Explain `plan` for `module`, which is on the meta device; casts it to the plan's dtype in place."""
     module = plan.precision.cast_module(module)
 
     def of(stage: int) -> Sizes:
@@ -143,7 +143,7 @@ def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject
         subject=subject,
         sizes=own,
         by_stage=stages,
-        advice=worth_knowing(case),
+        advice=advice_lines(case),
     )
 
 

@@ -7,18 +7,18 @@ from typing import Any
 import attrs
 
 from zengine.config import Config, ConfigError, Facts, Plan, load, resolve
-from zengine.planning.advice import edited
-from zengine.planning.peaks import Peak, PeakSubject, StageFit, best_of, peak, stages
+from zengine.planning.advice import with_changes
+from zengine.planning.sizes import Peak, StageFit, Workload, best_fit, fit_stages, peak
 from zengine.planning.tables import columns, gib, ranks, section
 
 __all__ = ["Forecast", "forecast"]
 
-USABLE = 0.92  # of a rank's memory: the rest is scratch memory of kernels, the context, fragmentation
+USABLE = 0.92  # of a rank's memory; the rest is for kernels' scratch memory, the context and fragmentation
 
 
 @attrs.frozen(kw_only=True)
 class Forecast:
-    """Peak of a plan, and the alternatives that fit."""
+    """Peak of a plan, and the largest micro-batch that fits at each stage."""
 
     config: Config
     facts: Facts
@@ -26,7 +26,7 @@ class Forecast:
     room_bytes: int  # of one rank
     stages: tuple[StageFit, ...]  # the largest micro-batch at each
     subject: str = ""  # the model, in words
-    measured: tuple[int, int] = (0, 0)  # (measured, planned) peak of one process alone; zeros: not measured
+    measured: tuple[int, int] = (0, 0)  # (measured, planned) peak of a single process; zeros: not measured
 
     @property
     def own_fits(self) -> bool:
@@ -41,7 +41,7 @@ class Forecast:
     @property
     def best(self) -> tuple[int, Peak] | None:
         """Stage with the least traffic per step of the same batch."""
-        return best_of(self.stages)
+        return best_fit(self.stages)
 
     def text(self) -> str:
         """Format sections."""
@@ -49,13 +49,13 @@ class Forecast:
         head = f"{self.config.source}: {self.subject} on {ranks(self.facts.world_size)} ({device})"
         sections = [
             head,
-            section(f"one rank at its most, micro-batch {self.own.micro_batch}", self._own_lines()),
+            section(f"peak of one rank, micro-batch {self.own.micro_batch}", self._own_lines()),
             section("the largest micro-batch that fits", [*self._stage_lines(), *self._best_lines()]),
         ]
         if self.measured[0]:
             real, planned = self.measured
             text = f"{gib(real)} at the peak of a step, {gib(planned)} planned ({planned / real:.0%})"
-            sections.append(section("measured, one process alone", [text]))
+            sections.append(section("measured, single process", [text]))
         return "\n\n".join(sections)
 
     def as_json(self) -> dict[str, Any]:
@@ -86,16 +86,16 @@ class Forecast:
         rows = [
             ("between steps", gib(own.between_steps)),
             ("buckets and gathered weights", gib(memory.total_bytes - own.between_steps)),
-            ("activations until the loss", gib(own.activations.forward)),
-            ("activations on the way back", gib(own.activations.backward)),
-            ("peak: all but the smaller of the activations", gib(own.total)),
+            ("activations in forward", gib(own.activations.forward)),
+            ("activations in backward", gib(own.activations.backward)),
+            ("peak: all except the smaller activations", gib(own.total)),
             (f"usable ({USABLE:.0%} of {gib(self.room_bytes)})", gib(self.usable_bytes)),
         ]
         if memory.host_bytes:
-            rows.insert(-2, ("of the host, for offload", gib(memory.host_bytes)))
-        verdict = "it fits" if self.own_fits else f"it does not fit: {gib(own.total - self.usable_bytes)} too much"
+            rows.insert(-2, ("host memory, for offload", gib(memory.host_bytes)))
+        verdict = "it fits" if self.own_fits else f"it does not fit: {gib(own.total - self.usable_bytes)} over"
         if self.own.is_approximate:
-            verdict += "; there is no GPU here, so activations are those of the CPU's kernels"
+            verdict += "; without a GPU here, activations are those of the CPU's kernels"
         return [*columns(rows, right=1), verdict]
 
     def _stage_lines(self) -> list[str]:
@@ -111,15 +111,15 @@ class Forecast:
 
     def _best_lines(self) -> list[str]:
         if self.best is None:
-            return ["not even one sample fits at any stage: more ranks, offload, or activation checkpointing"]
+            return ["no stage fits even one sample: use more ranks, offload, or activation checkpointing"]
         stage, each = self.best
         batch = each.plan.batch
-        idle = [f"leave out {key}" for key, value in self.best_changes().items() if value is None]
+        removals = [f"remove {key}" for key, value in self.best_changes().items() if value is None]
         return [
-            f"of those a step of {batch.train_batch_size} samples sends least at stage {stage}; write",
+            f"stage {stage} sends least for a step of {batch.train_batch_size} samples; set",
             f'"zero_optimization": {{"stage": {stage}}}, "train_micro_batch_size_per_gpu": {batch.micro_batch_size}, '
             f'"gradient_accumulation_steps": {batch.accumulation}',
-            *idle,
+            *removals,
         ]
 
     def best_changes(self) -> dict[str, Any]:
@@ -139,28 +139,28 @@ class Forecast:
         return changes
 
     def _num_problems(self, changes: dict[str, Any]) -> int:
-        """Return the number of reasons for which the config is rejected with `changes`."""
+        """Count the problems for which the config is rejected with `changes`."""
         try:
             filled = {key: value for key, value in self.config.filled.items() if key not in changes}
-            resolve(load(edited(self.config.document, changes), auto=filled), self.facts)
+            resolve(load(with_changes(self.config.document, changes), auto=filled), self.facts)
         except ConfigError as error:
             return len(error.problems)
         return 0
 
 
-def forecast(config: Config, plan: Plan, facts: Facts, subject: PeakSubject, *, room_bytes: int) -> Forecast:
+def forecast(config: Config, plan: Plan, facts: Facts, subject: Workload, *, room_bytes: int) -> Forecast:
     """Forecast `plan` for `subject`.  Raises CannotDryRun."""
     return Forecast(
         config=config,
         facts=facts,
         own=peak(subject, plan, plan.batch.micro_batch_size, plan.parallel.gradient_ranks),
         room_bytes=room_bytes,
-        stages=tuple(stages(subject, plan, plan.parallel.gradient_ranks, usable(room_bytes))),
+        stages=tuple(fit_stages(subject, plan, plan.parallel.gradient_ranks, usable(room_bytes))),
     )
 
 
 def usable(room_bytes: int) -> int:
-    """Return the part of a rank's memory that a plan may fill."""
+    """Return the bytes of a rank's memory that a plan may fill."""
     return int(room_bytes * USABLE)
 
 

@@ -2,8 +2,8 @@
 
 On CUDA it is the allocator's count.  On the CPU it is the kernel's: the maximum of this process's resident anonymous
 and shared pages (RssAnon + RssShmem) during one warm step, which includes scratch memory of kernels.  Pages of
-libraries are excluded, since they load whenever code first runs.  glibc is set to return freed blocks above 64 KiB at
-once; otherwise it keeps them, and the figure would depend on the history of the process.
+libraries are excluded, since they load whenever code first runs.  mallopt makes glibc return freed blocks above
+64 KiB at once; otherwise it keeps them, and the figure would depend on the history of the process.
 
 Rejected: sums of live tensors (they agree with the plan by construction); a sampling thread (misses short peaks).
 """
@@ -22,26 +22,27 @@ from torch import nn
 
 import zcomm
 from zengine.config import BatchPlan, OptimizerPlan, Plan
-from zengine.planning.activations import loss_of
+from zengine.data.tree import map_tensors
+from zengine.planning.activations import call_model, loss_of
 
-__all__ = ["CannotMeasure", "Measured", "alone", "measure", "started"]
+__all__ = ["CannotMeasure", "Measured", "engine_starter", "measure", "single_process_plan"]
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _BLOCK = -1, -3, 1 << 16  # of glibc's mallopt; bytes
-_WARM_STEPS = 2  # buffers are made, order of use is learnt, states exist
+_WARM_STEPS = 2  # allocate buffers and states, learn the order of use
 
 
 class CannotMeasure(RuntimeError):
-    """This system does not report the peak of a process."""
+    """System that does not report the peak of a process."""
 
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """Bytes beyond those of the process before the model was made."""
+    """Bytes above those of the process before the model existed."""
 
-    peak: int  # in a warm step, at most
-    between_steps: int  # after it
+    peak: int  # maximum during a warm step
+    between_steps: int  # after that step
 
 
 def measure(
@@ -54,7 +55,7 @@ def measure(
 ) -> Measured:
     """Train a fresh model for a few steps and return the peak of the last.
 
-    start: makes an engine of a model.  Raises CannotMeasure if the system does not report the peak.
+    start: makes an engine for a model.  Raises CannotMeasure if the system does not report the peak.
     """
     meter = _CudaMeter() if device == "cuda" else _ResidentMeter()
     before = meter.current()
@@ -62,10 +63,10 @@ def measure(
     try:
         for index in range(_WARM_STEPS + 1):
             if index == _WARM_STEPS:
-                meter.restart()
+                meter.reset()
             for _ in range(engine.gradient_accumulation_steps()):
-                given = _moved(batch(micro_batch), device)
-                output = engine(**given) if isinstance(given, dict) else engine(*_listed(given))
+                given = map_tensors(batch(micro_batch), lambda tensor: tensor.to(device))
+                output = call_model(engine, given)
                 engine.backward(loss_of(output))
                 del output, given
                 engine.step()
@@ -74,8 +75,8 @@ def measure(
         engine.close()
 
 
-def alone(plan: Plan) -> Plan:
-    """Return the plan of the same micro-steps for one process, with an optimizer if the caller was to bring one."""
+def single_process_plan(plan: Plan) -> Plan:
+    """Return the plan of the same micro-steps for one process; a missing optimizer becomes AdamW."""
     batch = plan.batch
     own = BatchPlan(
         train_batch_size=batch.micro_batch_size * batch.accumulation,
@@ -88,8 +89,8 @@ def alone(plan: Plan) -> Plan:
     return attrs.evolve(plan, batch=own, zero=zero, optimizer=optimizer)
 
 
-def started(plan: Plan) -> Callable[[nn.Module], Any]:
-    """Return a function for `measure` that makes an engine under `plan` in this process."""
+def engine_starter(plan: Plan) -> Callable[[nn.Module], Any]:
+    """Return the `start` of `measure`: a function that makes an engine under `plan` in this process."""
     from zengine.build.assemble import Client
     from zengine.initialize import make_engine
 
@@ -106,7 +107,7 @@ class _CudaMeter:
         gc.collect()
         return torch.cuda.memory_allocated()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
@@ -123,50 +124,38 @@ class _ResidentMeter:
             libc.mallopt(_M_TRIM_THRESHOLD, _BLOCK)
         except AttributeError:
             raise CannotMeasure(
-                "this C library has no mallopt: the peak of a process is only told on Linux"
+                "this C library has no mallopt: the peak of a process can be measured only on Linux with glibc"
             ) from None
         self._libc = libc
         if not _STATUS.exists():
-            raise CannotMeasure("there is no /proc/self/status: the peak of a process is only told on Linux")
+            raise CannotMeasure("there is no /proc/self/status: the peak of a process can be measured only on Linux")
 
     def current(self) -> int:
         gc.collect()
         self._libc.malloc_trim(0)
-        found = _sizes(_STATUS)
-        return found["RssAnon"] + found["RssShmem"] - _others_share(found)
+        found = _read_sizes(_STATUS)
+        return found["RssAnon"] + found["RssShmem"] - _shared_elsewhere(found)
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         try:
             _RESET.write_text("5")
         except OSError as error:
             raise CannotMeasure(f"the peak of this process cannot be reset ({error})") from None
 
     def peak(self) -> int:
-        found = _sizes(_STATUS)
-        return found["VmHWM"] - found["RssFile"] - _others_share(found)
+        found = _read_sizes(_STATUS)
+        return found["VmHWM"] - found["RssFile"] - _shared_elsewhere(found)
 
 
-def _sizes(place: Path) -> dict[str, int]:
-    """Return the sizes in a file of /proc, in bytes."""
-    words = (line.split() for line in place.read_text().splitlines() if line.endswith(" kB"))
+def _read_sizes(path: Path) -> dict[str, int]:
+    """Return the sizes in a /proc file, in bytes."""
+    words = (line.split() for line in path.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, _ in words}
 
 
-def _others_share(found: dict[str, int]) -> int:
-    """Return the shared pages that count in other ranks of this machine, where they exist once."""
+def _shared_elsewhere(found: dict[str, int]) -> int:
+    """Return the bytes of shared pages that other ranks of this host account for."""
     try:
-        return max(0, found["RssShmem"] - _sizes(_ROLLUP)["Pss_Shmem"])
-    except (OSError, KeyError):  # an old kernel: counted here in full
+        return max(0, found["RssShmem"] - _read_sizes(_ROLLUP)["Pss_Shmem"])
+    except (OSError, KeyError):  # an old kernel: count shared pages in full
         return 0
-
-
-def _moved(given: Any, device: str) -> Any:
-    if isinstance(given, torch.Tensor):
-        return given.to(device)
-    if isinstance(given, dict):
-        return {name: _moved(value, device) for name, value in given.items()}
-    return tuple(_moved(value, device) for value in given) if isinstance(given, (tuple, list)) else given
-
-
-def _listed(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, (tuple, list)) else (given,)

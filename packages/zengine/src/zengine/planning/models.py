@@ -1,13 +1,16 @@
-"""Models for planning: from a user's factory, or a transformer of a given size.
+"""Models and batches for planning: from a user's factory, or of a given size.
 
-Both are built on the "meta" device: a model of any size takes milliseconds and no memory.  A factory that insists on
-real tensors (it loads weights, say) still works, at its own cost.
+Models are built on the "meta" device: a model of any size takes milliseconds and no memory.  A factory that insists
+on real tensors (it loads weights, say) still works, at its own cost.  A `Batch` maps the size of a micro-batch to the
+model's argument.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["NotAFactory", "Shape", "Transformer", "called", "factory", "shape_of"]
+__all__ = [
+    "Batch",
+    "NotAFactory",
+    "Shape",
+    "Transformer",
+    "build_model",
+    "factory_batches",
+    "load_factory",
+    "shape_of",
+    "shaped_batches",
+    "token_batches",
+]
 
 VOCABULARY = 32_000
 _HEAD_WIDTH = 64
@@ -26,13 +40,13 @@ _ASPECT = 85  # width / layers of published models: 50 to 130
 
 
 class NotAFactory(ValueError):
-    """`module:factory` does not name a callable."""
+    """Name that is not `module:factory` of a callable."""
 
 
-def factory(name: str) -> Callable[..., Any]:
-    """Return the callable named by `package.module:name`, also from the working directory.
+def load_factory(name: str) -> Callable[..., Any]:
+    """Import the callable `package.module:name`; the working directory is searched too.
 
-    Raises NotAFactory with the names that exist instead.
+    Raises NotAFactory with the names that the module has.
     """
     place, colon, attribute = name.partition(":")
     if not colon or not place or not attribute:
@@ -55,9 +69,9 @@ def factory(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def called(name: str) -> nn.Module:
-    """Return the model of a factory, on the meta device."""
-    make = factory(name)
+def build_model(name: str) -> nn.Module:
+    """Build the model of a factory on the meta device."""
+    make = load_factory(name)
     with torch.device("meta"):
         made = make()
     if not isinstance(made, nn.Module):
@@ -137,3 +151,45 @@ class Transformer(nn.Module):
             x = layer(x)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+Batch = Callable[[int], Any]  # size of a micro-batch -> the model's argument
+
+
+def token_batches(length: int) -> Batch:
+    """Return batches of `length` token ids: (micro-batch, length) int64."""
+
+    def make(micro_batch: int) -> Tensor:
+        return torch.zeros(micro_batch, length, dtype=torch.long)
+
+    return make
+
+
+def shaped_batches(text: str, dtype: torch.dtype) -> Batch:
+    """Return batches of a shape, "3x224x224" or "512": (micro-batch, *shape) of `dtype`.  Raises ValueError
+    for another text.
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise ValueError(f'"{text}" is not the shape of a sample; write, for example, 3x224x224 or 512')
+    shape = tuple(map(int, text.split("x")))
+
+    def make(micro_batch: int) -> Tensor:
+        return torch.zeros(micro_batch, *shape, dtype=dtype)
+
+    return make
+
+
+def factory_batches(name: str) -> Batch:
+    """Return batches of `module:factory`, called with the micro-batch size.  Raises NotAFactory if it takes no
+    argument.
+    """
+    make = load_factory(name)
+    try:
+        inspect.signature(make).bind(1)
+    except TypeError:
+        raise NotAFactory(
+            f'"{name}" takes no argument; it must take the micro-batch size and return the model\'s argument'
+        ) from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return make

@@ -1,8 +1,17 @@
-"""Memory and traffic of a rank for a model under a plan, computed by zpartition."""
+"""Sizes of one rank: memory, traffic, and the peak with activations.
+
+    peak = states, masters, accumulators, weights, buckets, gathered units    (zpartition.plan, exact or upper bound)
+         + peak activations of one micro-batch                               (a dry run)
+
+The optimizer's step has no activations and works in place, so the peak is in backward.  Activations for each
+candidate micro-batch size come from a dry run, not from a guess.  Without a GPU the CPU's kernels stand in for the
+GPU's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
 
 import attrs
 import torch
@@ -13,10 +22,26 @@ import zoptim
 import zpartition
 from zengine.config import Plan
 from zengine.config.plan.precision import default_master_dtype
+from zengine.planning.activations import Activations, dry_run
 
-__all__ = ["Sizes", "at_stage", "optimizer_maker", "sends_once", "sizes"]
+__all__ = [
+    "Peak",
+    "Sizes",
+    "StageFit",
+    "Workload",
+    "at_stage",
+    "best_fit",
+    "fit_stages",
+    "largest_micro_batch",
+    "optimizer_factory",
+    "peak",
+    "reduces_once",
+    "sizes",
+]
 
-_USUAL = "AdamW"  # for a config whose optimizer the caller brings
+_USUAL = "AdamW"  # optimizer of a config that leaves it to the caller
+_MAX_MICRO_BATCH = 1 << 14  # samples
+_GUESSES, _STEP_BACK = 3, 0.95  # of the search for the largest micro-batch
 
 
 @attrs.frozen(kw_only=True)
@@ -29,8 +54,8 @@ class Sizes:
 
 def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Sizes:
     """Return the sizes of `module` (in the plan's dtype, on any device, also meta) under `plan`."""
-    make, zero = optimizer_maker(module, plan), plan.zero
-    if sends_once(plan):
+    make, zero = optimizer_factory(module, plan), plan.zero
+    if reduces_once(plan):
         zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.BATCH)
     memory = zpartition.plan(
         module,
@@ -50,19 +75,19 @@ def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Siz
     return Sizes(memory=memory, traffic=traffic)
 
 
-def sends_once(plan: Plan) -> bool:
-    """Return True for a pipeline, which reduces gradients once per batch regardless of `reduce_at`."""
+def reduces_once(plan: Plan) -> bool:
+    """Return True for a pipeline, which reduces gradients once per batch whatever `reduce_at` says."""
     return plan.parallel.degrees.pipeline > 1
 
 
 def at_stage(plan: Plan, stage: int) -> Plan:
-    """Return the plan at another stage, without settings that the stage ignores."""
+    """Return the plan at another stage, without the settings that this stage ignores."""
     zero = plan.zero
     if stage == 0:
         zero = attrs.evolve(zero, shard_group_size=0, gradient_bits=0, gradient_hop_size=0)
     if stage < 3:
-        nothing = attrs.evolve(zero.offload, weights=zpartition.Tier.DEVICE)
-        zero = attrs.evolve(zero, weight_bits=0, frozen_weight_bits=0, secondary_group_size=0, offload=nothing)
+        offload = attrs.evolve(zero.offload, weights=zpartition.Tier.DEVICE)
+        zero = attrs.evolve(zero, weight_bits=0, frozen_weight_bits=0, secondary_group_size=0, offload=offload)
     if stage >= 2:
         zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.MICRO_STEP)
     if plan.precision.param is None:
@@ -70,8 +95,8 @@ def at_stage(plan: Plan, stage: int) -> Plan:
     return attrs.evolve(plan, zero=attrs.evolve(zero, stage=stage))
 
 
-def optimizer_maker(module: nn.Module, plan: Plan) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
-    """Return the config's optimizer, or the default one, over parameters identified by name where they have one."""
+def optimizer_factory(module: nn.Module, plan: Plan) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
+    """Return a factory of the config's optimizer, or of AdamW.  It passes parameters by name if all have one."""
     names = {id(param): name for name, param in module.named_parameters()}
     kind = plan.optimizer.type or _USUAL
     options = dict(plan.optimizer.params) if plan.optimizer.type else {}
@@ -82,3 +107,135 @@ def optimizer_maker(module: nn.Module, plan: Plan) -> Callable[[list[Parameter]]
         return zoptim.make_optimizer(kind, given, options)
 
     return make
+
+
+@final
+@attrs.frozen(kw_only=True, eq=False)
+class Workload:
+    """Model and batches.  Each micro-batch size takes one dry run: activations are equal at every stage."""
+
+    module: nn.Module  # in the plan's dtype, on any device, also meta
+    batch: Callable[[int], Any]  # size of a micro-batch -> the model's argument
+    device: str  # "cpu" | "cuda"
+    autocast: torch.dtype = torch.float32  # dtype of torch.autocast around forward; float32: none
+    _known: dict[int, Activations] = attrs.field(factory=dict, init=False)
+
+    def activations(self, micro_batch: int) -> Activations:
+        """Return the activations of a micro-batch size."""
+        if micro_batch not in self._known:
+            self._known[micro_batch] = self._run_dry(micro_batch)
+        return self._known[micro_batch]
+
+    def _run_dry(self, micro_batch: int) -> Activations:
+        return dry_run(self.module, lambda: self.batch(micro_batch), device=self.dry_device, autocast=self.autocast)
+
+    @property
+    def dry_device(self) -> str:
+        """Device whose kernels are counted."""
+        return self.device if torch.cuda.is_available() else "cpu"
+
+
+@attrs.frozen(kw_only=True)
+class Peak:
+    """Maximum memory of one rank's device in a step, by phase."""
+
+    plan: Plan
+    micro_batch: int
+    sizes: Sizes
+    activations: Activations
+    is_approximate: bool = False  # the plan is for a GPU, and the CPU's kernels stand in
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes held between steps."""
+        return self.sizes.memory.model_states_bytes + self.sizes.memory.secondary_shards
+
+    @property
+    def forward(self) -> int:
+        """Upper bound of forward, in bytes."""
+        return self.sizes.memory.total_bytes + self.activations.forward
+
+    @property
+    def backward(self) -> int:
+        """Upper bound of backward, in bytes."""
+        return self.sizes.memory.total_bytes + self.activations.backward
+
+    @property
+    def total(self) -> int:
+        """Maximum over all phases."""
+        return max(self.forward, self.backward)
+
+
+@attrs.frozen(kw_only=True)
+class StageFit:
+    """Largest micro-batch that fits at one stage."""
+
+    stage: int
+    largest: int  # samples; 0: none fits
+    peak: Peak | None  # with the largest fitting micro-batch that divides the batch; None if none fits
+
+
+def peak(subject: Workload, plan: Plan, micro_batch: int, world_size: int) -> Peak:
+    """Return the peak of a rank for a micro-batch size."""
+    return Peak(
+        plan=plan,
+        micro_batch=micro_batch,
+        sizes=sizes(subject.module, plan, world_size=world_size, device=subject.device),
+        activations=subject.activations(micro_batch),
+        is_approximate=subject.dry_device != subject.device,
+    )
+
+
+def largest_micro_batch(subject: Workload, plan: Plan, world_size: int, room_bytes: int) -> int:
+    """Return the largest micro-batch whose peak fits, within 5%; 0 if one sample does not fit.
+
+    Memory grows almost linearly with the samples: two sizes extrapolate to a guess, and a dry run must confirm it.
+    """
+    own = sizes(subject.module, plan, world_size=world_size, device=subject.device)
+    room = room_bytes - own.memory.total_bytes
+    best, known = (1, 2) if subject.activations(1).peak <= room else (0, 0)
+    for _ in range(_GUESSES if best else 0):
+        low, high = sorted((best, known))
+        growth = (subject.activations(high).peak - subject.activations(low).peak) / (high - low)
+        guess = min(_MAX_MICRO_BATCH, best + int((room - subject.activations(best).peak) / max(growth, 1)))
+        while guess > best and subject.activations(guess).peak > room:
+            guess = max(best, min(guess - 1, int(guess * _STEP_BACK)))
+        if guess == best:
+            break
+        best, known = guess, best
+    return best
+
+
+def fit_stages(subject: Workload, plan: Plan, world_size: int, room_bytes: int) -> Iterator[StageFit]:
+    """Yield the largest micro-batch of each stage, and the peak with one that keeps the plan's batch size."""
+    share = plan.batch.train_batch_size // plan.batch.replicas
+    for stage in range(4 if world_size > 1 else 1):
+        found = StageFit(stage=stage, largest=0, peak=None)
+        for accumulation in (1, 2):  # buffers depend on one micro-step or several, not on the number
+            other = _with_batch(at_stage(plan, stage), share, accumulation)
+            largest = largest_micro_batch(subject, other, world_size, room_bytes)
+            micro = _divisor_below(share, largest if accumulation > 1 or largest >= share else 0)
+            found = attrs.evolve(found, largest=max(found.largest, largest))
+            if micro:
+                fitted = _with_batch(other, micro, share // micro)
+                yield attrs.evolve(found, peak=peak(subject, fitted, micro, world_size))
+                break
+        else:
+            yield found
+
+
+def _with_batch(plan: Plan, micro_batch: int, accumulation: int) -> Plan:
+    total = micro_batch * accumulation * plan.batch.replicas
+    batch = attrs.evolve(plan.batch, train_batch_size=total, micro_batch_size=micro_batch, accumulation=accumulation)
+    return attrs.evolve(plan, batch=batch)
+
+
+def best_fit(found: Iterable[StageFit]) -> tuple[int, Peak] | None:
+    """Return the stage with the least traffic for the same batch, the lowest of equals; None if no stage fits."""
+    fitting = [(each.stage, each.peak) for each in found if each.peak is not None]
+    return min(fitting, key=lambda pair: (pair[1].sizes.traffic.total_bytes, pair[0]), default=None)
+
+
+def _divisor_below(number: int, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`; 0 if there is none."""
+    return next((size for size in range(min(number, most), 0, -1) if number % size == 0), 0)

@@ -11,7 +11,7 @@ _WIDTH = 110
 
 
 def gib(num_bytes: float) -> str:
-    """Format a size; small ones in MiB."""
+    """Format bytes in GiB, below 0.1 GiB in MiB."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
@@ -40,6 +40,6 @@ def columns(table: Sequence[tuple[str, ...]], right: int = 0) -> list[str]:
 
 
 def wrapped(text: str) -> Iterator[str]:
-    """Wrap one item of a list."""
+    """Yield the lines of a bullet item."""
     lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
     yield from (f"{'-' if index == 0 else ' '} {line}" for index, line in enumerate(lines))

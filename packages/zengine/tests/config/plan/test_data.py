@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zengine.config import Facts, Plan, load, resolve
-from zengine.data import By, Custom, FixedDiscrete, FixedRoot, Packing, Picking
+from zengine.data import Custom, DifficultyType, FixedDiscrete, FixedRoot, Packing, PickingOrder
 
 LAW = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_root"}
 STEPS = {"total_curriculum_step": 10, "difficulty_step": 8, "root_degree": 2}
@@ -53,10 +53,10 @@ def test_metrics_become_limits() -> None:
     }
     data = plan_of(data_efficiency={"enabled": True, "seed": 5, "data_sampling": sampling}).data
     seqlen, rarity, shown = data.metrics
-    assert (seqlen.schedule, seqlen.by) == (FixedDiscrete(difficulties=(8, 64), until=(4,)), By.VALUE)
-    assert (rarity.schedule, rarity.by, rarity.parts) == (Custom(low=8, high=100), By.PERCENTILE, 100)
+    assert (seqlen.schedule, seqlen.by) == (FixedDiscrete(difficulties=(8, 64), until=(4,)), DifficultyType.VALUE)
+    assert (rarity.schedule, rarity.by, rarity.parts) == (Custom(low=8, high=100), DifficultyType.PERCENTILE, 100)
     assert (rarity.samples_path, rarity.metrics_path) == ("s.npy", "")
-    assert shown.by is By.NOTHING
+    assert shown.by is DifficultyType.SINGLE_CLUSTER
     assert (data.num_epochs, data.num_workers, data.pin_memory, data.seed) == (3, 2, True, 5)
     assert data.needs_data == "data_efficiency.data_sampling.curriculum_learning"
 
@@ -87,7 +87,7 @@ def test_dynamic_batching_and_random_ltd_become_values() -> None:
     }
     data = plan_of(data_efficiency=section).data
     (packing,) = data.packing
-    assert packing.packing == Packing(max_tokens=100, min_batch_size=2, max_batch_size=9, picking=Picking.SEQLEN)
+    assert packing.packing == Packing(max_tokens=100, min_batch_size=2, max_batch_size=9, picking=PickingOrder.SEQLEN)
     assert (packing.lengths_path, packing.lr_scaling) == ("lengths.npy", "sqrt")
     (layers,) = data.ltd
     assert layers.schedule == FixedRoot(low=8, high=32, steps=5)

@@ -69,6 +69,6 @@ def test_a_state_with_a_bad_number_is_refused_and_changes_nothing(value):
     loader = loader_of()
     next(iter(loader))
     before = loader.state_dict()
-    with pytest.raises(ValueError, match=r"epoch must be a whole number of at least 0.*the state has seed"):
+    with pytest.raises(ValueError, match=r"epoch must be an integer in 0.*the state has seed"):
         loader.load_state_dict({**before, "epoch": value})
     assert loader.state_dict() == before

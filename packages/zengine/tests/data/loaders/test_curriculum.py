@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from zengine.data import By, Custom, Feed, Fetching, FixedDiscrete, FixedRoot, Limit, MetricIndex
+from zengine.data import (
+    BatchFetcher,
+    Custom,
+    DifficultyType,
+    FixedDiscrete,
+    FixedRoot,
+    Limit,
+    LoaderFactory,
+    MetricIndex,
+)
 from zengine.testing import check_resumes, saved, take
 
 DATA = list(range(40))
@@ -13,14 +22,14 @@ METRIC = [(7 * sample) % 40 for sample in DATA]
 
 def loader_of(rank=0, world=1, micro=4, accumulation=2, law=None, num_workers=0, num_epochs=3, **options):
     law = law or FixedRoot(low=10, high=40, steps=8)
-    limits = (Limit.make(law, By.VALUE, MetricIndex.of(METRIC, "seqlen")),)
-    feed = Feed(
+    limits = (Limit.make(law, DifficultyType.VALUE, MetricIndex.of(METRIC, "seqlen")),)
+    feed = LoaderFactory(
         micro_batch_size=micro,
         rank=rank,
         world_size=world,
         accumulation=accumulation,
         seed=7,
-        fetching=Fetching(num_workers=num_workers),
+        fetcher=BatchFetcher(num_workers=num_workers),
     )
     return feed.curriculum(DATA, limits, num_epochs=num_epochs, **options)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from zengine.data import Feed, FixedDiscrete, Limit, MetricError, MetricIndex, Packing, StreamLoader
-from zengine.data.loaders.feed import fetching_of, is_indexed
-from zengine.data.order.curriculum import By
+from zengine.data import FixedDiscrete, Limit, LoaderFactory, MetricError, MetricIndex, Packing, StreamLoader
+from zengine.data.loaders.factory import is_indexed, make_fetcher
+from zengine.data.order.curriculum import DifficultyType
 
-FEED = Feed(micro_batch_size=2)
+FEED = LoaderFactory(micro_batch_size=2)
 
 
 class Stream(IterableDataset):
@@ -25,14 +25,14 @@ def test_each_kind_of_data_gets_its_loader():
 
 
 def test_what_does_not_belong_together_is_refused():
-    limit = Limit.make(FixedDiscrete(difficulties=(1,), until=()), By.VALUE, MetricIndex.of([1, 2, 3]))
+    limit = Limit.make(FixedDiscrete(difficulties=(1,), until=()), DifficultyType.VALUE, MetricIndex.of([1, 2, 3]))
     with pytest.raises(MetricError, match="3 samples and the dataset 4"):
         FEED.curriculum([1, 2, 3, 4], (limit,))
-    with pytest.raises(MetricError, match=r"\(3,\) lengths do not belong to a dataset of 4 samples"):
+    with pytest.raises(MetricError, match=r"lengths has shape \(3,\); a dataset of 4 samples needs \(4,\)"):
         FEED.packed([1, 2, 3, 4], np.ones(3, dtype=np.int64), Packing(max_tokens=4))
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.0"):
-        Feed(micro_batch_size=1, rank=1)
-    with pytest.raises(TypeError, match="of a dict of splits pass one"):
+        LoaderFactory(micro_batch_size=1, rank=1)
+    with pytest.raises(TypeError, match="of a dict of splits, pass one split"):
         FEED.plain({"train": [1]})
 
 
@@ -43,6 +43,6 @@ def test_only_sequences_are_indexed():
 
 def test_batches_for_a_gpu_are_pinned_unless_they_stay():
     options = {"collate_fn": None, "num_workers": 0, "pin_memory": False}
-    assert fetching_of(**options, device=torch.device("cuda"), prefetch=1).pin_memory
-    assert not fetching_of(**options, device=torch.device("cuda"), prefetch=0).pin_memory
-    assert not fetching_of(**options, device=torch.device("cpu"), prefetch=1).pin_memory
+    assert make_fetcher(**options, device=torch.device("cuda"), prefetch=1).pin_memory
+    assert not make_fetcher(**options, device=torch.device("cuda"), prefetch=0).pin_memory
+    assert not make_fetcher(**options, device=torch.device("cpu"), prefetch=1).pin_memory

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zengine.data import Feed, Fetching, ToDevice, make_loader
+from zengine.data import BatchFetcher, DevicePrefetcher, LoaderFactory, make_loader
 from zengine.testing import check_resumes, saved, take
 
 
@@ -106,8 +106,10 @@ def test_the_saved_seed_wins_over_a_new_one_because_the_position_belongs_to_it()
 @pytest.mark.parametrize("num_ahead", [0, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_position_counts_what_was_handed_over_not_what_was_fetched_ahead(num_workers, num_ahead):
-    deliver = ToDevice(device=torch.device("cpu"), num_ahead=num_ahead)
-    feed = Feed(micro_batch_size=3, seed=5, fetching=Fetching(num_workers=num_workers, deliver=deliver))
+    prefetcher = DevicePrefetcher(device=torch.device("cpu"), num_ahead=num_ahead)
+    feed = LoaderFactory(
+        micro_batch_size=3, seed=5, fetcher=BatchFetcher(num_workers=num_workers, prefetcher=prefetcher)
+    )
     loader, plain = feed.plain(list(range(23))), take(loader_of(drop_last=False), 5)
     batches = iter(loader)
     for count in range(3):

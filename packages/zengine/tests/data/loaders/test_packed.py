@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zengine.data import Feed, Fetching, Packing, Picking
+from zengine.data import BatchFetcher, LoaderFactory, Packing, PickingOrder
 from zengine.testing import check_resumes, take
 
 LENGTHS = np.random.default_rng(1).integers(1, 12, 60)
@@ -19,13 +19,15 @@ def ids(samples):
     return [int(sample[0]) for sample in samples]
 
 
-def loader_of(rank=0, world=1, accumulation=4, picking=Picking.RANDOM, num_workers=0, max_tokens=24):
-    fetching = Fetching(collate_fn=ids, num_workers=num_workers)
-    feed = Feed(micro_batch_size=4, rank=rank, world_size=world, accumulation=accumulation, seed=7, fetching=fetching)
+def loader_of(rank=0, world=1, accumulation=4, picking=PickingOrder.RANDOM, num_workers=0, max_tokens=24):
+    fetcher = BatchFetcher(collate_fn=ids, num_workers=num_workers)
+    feed = LoaderFactory(
+        micro_batch_size=4, rank=rank, world_size=world, accumulation=accumulation, seed=7, fetcher=fetcher
+    )
     return feed.packed(DATA, LENGTHS, Packing(max_tokens=max_tokens, picking=picking))
 
 
-@pytest.mark.parametrize("picking", Picking)
+@pytest.mark.parametrize("picking", PickingOrder)
 def test_ranks_read_what_one_reads_and_count_the_same_samples(picking):
     alone = loader_of(picking=picking)
     batches = take(alone, 40)
@@ -42,18 +44,18 @@ def test_a_resumed_loader_yields_what_the_uninterrupted_one_would_have(stop, num
 
 
 def test_another_world_with_as_many_micro_batches_a_step_goes_on():
-    killed, ahead = loader_of(picking=Picking.SEQLEN), take(loader_of(picking=Picking.SEQLEN), 12)
+    killed, ahead = loader_of(picking=PickingOrder.SEQLEN), take(loader_of(picking=PickingOrder.SEQLEN), 12)
     take(killed, 4)
-    ranks = [loader_of(rank, 4, 1, Picking.SEQLEN) for rank in range(4)]
+    ranks = [loader_of(rank, 4, 1, PickingOrder.SEQLEN) for rank in range(4)]
     for loader in ranks:
         loader.load_state_dict(killed.state_dict())
     assert [batch for each in zip(*(take(loader, 2) for loader in ranks)) for batch in each] == ahead[4:12]
 
 
 def test_what_would_be_another_order_is_refused():
-    state = loader_of(picking=Picking.SEQLEN).state_dict()
-    with pytest.raises(ValueError, match="this run has 3 a step on 1 ranks, which makes another order"):
-        loader_of(accumulation=3, picking=Picking.SEQLEN).load_state_dict(state)
+    state = loader_of(picking=PickingOrder.SEQLEN).state_dict()
+    with pytest.raises(ValueError, match="this run has 3 per step on 1 ranks, which is another order"):
+        loader_of(accumulation=3, picking=PickingOrder.SEQLEN).load_state_dict(state)
     with pytest.raises(ValueError, match="a dataset of 61 samples, this one has 60"):
         loader_of().load_state_dict({**state, "num_samples": 61})
 
@@ -61,7 +63,7 @@ def test_what_would_be_another_order_is_refused():
 def test_the_length_is_that_of_the_epoch_and_long_samples_are_told_of(caplog):
     with caplog.at_level(logging.WARNING, "zengine.data"):
         loader = loader_of(max_tokens=10)
-    assert f"{int((LENGTHS > 10).sum())} of 60 samples are longer than max_tokens = 10" in caplog.text
+    assert f"{int((LENGTHS > 10).sum())} of 60 samples exceed max_tokens = 10" in caplog.text
     for _ in range(2):
         assert len(loader) == len(list(loader))
     assert loader.epoch == loader.epochs_done() == 2

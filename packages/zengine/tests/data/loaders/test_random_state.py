@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.data.loaders.random_state import drawn_alike, generators_untouched, seed_generators
+from zengine.data.loaders.fetch import iterate_seeded, preserve_generators, seed_generators
 
 
 def draw() -> list[float]:
@@ -45,14 +45,14 @@ def test_draws_go_on_by_themselves_and_are_not_missing_from_the_others() -> None
     seed_generators(1)
     expected = [draw() for _ in range(4)]
     seed_generators(1)
-    own = drawn_alike((draw() for _ in range(3)), 7)
+    own = iterate_seeded((draw() for _ in range(3)), 7)
     found = [expected[0] == draw(), (first := next(own)), expected[1] == draw(), (second := next(own))]
     assert found[0]
     assert found[2]
     assert first != second
-    assert list(islice(drawn_alike((draw() for _ in range(3)), 7), 2)) == [first, second]
+    assert list(islice(iterate_seeded((draw() for _ in range(3)), 7), 2)) == [first, second]
     assert len(list(own)) == 1
-    with generators_untouched():
+    with preserve_generators():
         draw()
     assert draw() == expected[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from zengine.data import Feed, Fetching
+from zengine.data import BatchFetcher, LoaderFactory
 from zengine.testing import check_resumes, take
 
 DATA = list(range(21))
@@ -13,8 +13,10 @@ DATA = list(range(21))
 
 def loader_of(rank=0, world=2, micro=3, num_workers=0, drop_last=True, sampler=None):
     sampler = sampler or DistributedSampler(DATA, num_replicas=world, rank=rank, seed=3)
-    fetching = Fetching(num_workers=num_workers)
-    feed = Feed(micro_batch_size=micro, rank=rank, world_size=world, seed=3, drop_last=drop_last, fetching=fetching)
+    fetcher = BatchFetcher(num_workers=num_workers)
+    feed = LoaderFactory(
+        micro_batch_size=micro, rank=rank, world_size=world, seed=3, drop_last=drop_last, fetcher=fetcher
+    )
     return feed.sampled(DATA, sampler)
 
 

@@ -77,7 +77,7 @@ def test_a_stream_without_position_is_read_again_up_to_it_and_that_is_said(optio
         loader = loader_of(**options)
         loader.load_state_dict({"epoch": 2, "consumed_samples": 8, "dataset": {}})
     assert (loader.epoch, loader.consumed_samples) == (2, 8)
-    assert f"{type(options['dataset']).__name__} has no position that could be restored" in caplog.text
+    assert f"{type(options['dataset']).__name__} has no position to restore" in caplog.text
     assert "1 batches are dropped" in caplog.text
     batches = iter(loader)
     assert next(batches).tolist() == [4, 5, 6, 7]
@@ -115,7 +115,7 @@ def test_a_stream_that_several_workers_read_is_pointed_out(caplog):
         loader_of(Stream(), num_workers=1)
         assert not caplog.text
         loader_of(Stream(), num_workers=2)
-    assert "Stream is a stream and is read by 2 worker processes: each yields all of it" in caplog.text
+    assert "Stream is a stream read by 2 worker processes: each worker yields the whole stream" in caplog.text
 
 
 def test_at_the_start_of_an_epoch_nothing_is_lost_so_nothing_is_said(caplog):
@@ -143,7 +143,7 @@ def test_a_position_that_the_dataset_refuses_changes_nothing_and_names_it():
     batches = iter(loader)
     next(batches)
     before = loader.state_dict()
-    with pytest.raises(ValueError, match=r"loader state: dataset: Remembering\.load_state_dict refuses it: KeyError"):
+    with pytest.raises(ValueError, match=r"loader state: dataset: Remembering\.load_state_dict raised KeyError"):
         loader.load_state_dict({**before, "dataset": {"place": 4}})
     assert loader.state_dict() == before
     commit = loader.prepare_load({**before, "epoch": 1, "dataset": {"position": 6}})

@@ -7,25 +7,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zengine.data import By, CurriculumWalk, Custom, FixedDiscrete, FixedRoot, Limit, MetricError, MetricIndex, Order
-from zengine.data.order.curriculum import Permutations, Position, replaced
+from zengine.data import (
+    CurriculumOrder,
+    Custom,
+    DifficultyType,
+    FixedDiscrete,
+    FixedRoot,
+    Limit,
+    MetricError,
+    MetricIndex,
+    Order,
+)
+from zengine.data.order.curriculum import Permutations, Position, with_schedules
 
 METRIC = [7, 1, 5, 3, 9, 2, 8, 4, 6, 10]  # of samples 0..9
 
 
-def walk_of(*limits: Limit, stride: int = 2, accumulation: int = 1, num_samples: int = 10) -> CurriculumWalk:
+def walk_of(*limits: Limit, stride: int = 2, accumulation: int = 1, num_samples: int = 10) -> CurriculumOrder:
     order = Order(num_samples=num_samples, micro_batch_size=stride, seed=3)
-    return CurriculumWalk(order=order, limits=limits, accumulation=accumulation)
+    return CurriculumOrder(order=order, limits=limits, accumulation=accumulation)
 
 
-def limit_of(schedule, by=By.VALUE, metric=METRIC, parts=100, name="metric") -> Limit:
+def limit_of(schedule, by=DifficultyType.VALUE, metric=METRIC, parts=100, name="metric") -> Limit:
     return Limit.make(schedule, by, MetricIndex.of(metric, name), parts)
 
 
-def taken(walk: CurriculumWalk, count: int, start: Position | None = None) -> tuple[list[list[int]], Position]:
+def taken(walk: CurriculumOrder, count: int, start: Position | None = None) -> tuple[list[list[int]], Position]:
     position, batches, permutations = start or Position(), [], Permutations(walk.order)
     for _ in range(count):
-        indices, position = walk.take(position, permutations)
+        indices, position = walk.advance(position, permutations)
         batches.append(indices.tolist())
     return batches, position
 
@@ -54,7 +64,7 @@ def test_a_value_holds_back_what_is_above_it_until_its_step() -> None:
 
 def test_a_percentile_admits_the_easiest_part() -> None:
     """3 of 10 parts of ten samples: those with metrics 1, 2, 3."""
-    walk = walk_of(limit_of(FixedRoot(low=3, high=10, steps=1000), By.PERCENTILE, parts=10), stride=3)
+    walk = walk_of(limit_of(FixedRoot(low=3, high=10, steps=1000), DifficultyType.PERCENTILE, parts=10), stride=3)
     batches, _ = taken(walk, 1)
     assert sorted(METRIC[sample] for sample in batches[0]) == [1, 2, 3]
 
@@ -64,7 +74,7 @@ def test_several_metrics_admit_what_all_admit_and_a_single_cluster_holds_nothing
     always = FixedDiscrete(difficulties=(5,), until=())
     easy = limit_of(always)
     even = limit_of(FixedDiscrete(difficulties=(0,), until=()), metric=other, name="even")
-    shown = limit_of(FixedDiscrete(difficulties=(1,), until=()), By.NOTHING, name="shown")
+    shown = limit_of(FixedDiscrete(difficulties=(1,), until=()), DifficultyType.SINGLE_CLUSTER, name="shown")
     batches, _ = taken(walk_of(easy, even, shown, stride=1), 1)
     assert METRIC[batches[0][0]] <= 5
     assert batches[0][0] % 2 == 0
@@ -87,8 +97,8 @@ def test_fewer_admitted_samples_than_a_batch_repeat_and_none_is_an_error() -> No
     none = walk_of(limit_of(FixedDiscrete(difficulties=(0,), until=())))
     with pytest.raises(MetricError, match=r"metric <= 0 \(admits 0 of 10; the smallest is 1\)"):
         taken(none, 1)
-    with pytest.raises(MetricError, match="step 1 of the curriculum"):
-        none.take(Position(place=4), Permutations(none.order))
+    with pytest.raises(MetricError, match="the limits of curriculum step 1 admit no sample"):
+        none.advance(Position(place=4), Permutations(none.order))
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,9 +106,9 @@ def test_fewer_admitted_samples_than_a_batch_repeat_and_none_is_an_error() -> No
 def test_no_sample_comes_twice_in_a_pass_and_a_walk_goes_on_from_any_position(seed, steps, stride, stop) -> None:
     metric = np.random.default_rng(seed).integers(0, 50, 40)
     law = FixedRoot(low=max(int(metric.min()), 1) + 5, high=50, steps=steps)
-    walk = CurriculumWalk(
+    walk = CurriculumOrder(
         order=Order(num_samples=40, micro_batch_size=stride, seed=seed),
-        limits=(Limit.make(law, By.VALUE, MetricIndex.of(metric)),),
+        limits=(Limit.make(law, DifficultyType.VALUE, MetricIndex.of(metric)),),
         accumulation=2,
     )
     permutations, position, by_pass, batches = Permutations(walk.order), Position(), {}, []
@@ -106,7 +116,7 @@ def test_no_sample_comes_twice_in_a_pass_and_a_walk_goes_on_from_any_position(se
     for _ in range(20):
         positions.append(position)
         step = position.step
-        indices, after = walk.take(position, permutations)
+        indices, after = walk.advance(position, permutations)
         batches.append(indices.tolist())
         assert (metric[indices] <= law.at(step + 1)).all()
         if after.epoch == position.epoch:
@@ -117,5 +127,7 @@ def test_no_sample_comes_twice_in_a_pass_and_a_walk_goes_on_from_any_position(se
 
 
 def test_schedules_can_be_replaced() -> None:
-    (limit,) = replaced((limit_of(Custom(low=1, high=9)),), {"metric": FixedDiscrete(difficulties=(2,), until=())})
+    (limit,) = with_schedules(
+        (limit_of(Custom(low=1, high=9)),), {"metric": FixedDiscrete(difficulties=(2,), until=())}
+    )
     assert limit.count(limit.schedule.at(0)) == 2

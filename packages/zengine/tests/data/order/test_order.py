@@ -13,7 +13,7 @@ from zengine.data import Order
 def read_by_all(order: Order, *, epoch: int = 0, consumed: int = 0, drop_last: bool = True) -> list[int]:
     """Samples in the order that the world reads them: micro-step by micro-step, rank by rank."""
     per_rank = [
-        list(order.tickets(rank, epoch=epoch, consumed=consumed, drop_last=drop_last))
+        list(order.batches(rank, epoch=epoch, consumed=consumed, drop_last=drop_last))
         for rank in range(order.world_size)
     ]
     return list(chain.from_iterable(ticket.indices for step in zip(*per_rank, strict=True) for ticket in step))
@@ -102,7 +102,7 @@ def test_a_dataset_below_one_micro_batch_of_all_ranks_is_refused_with_the_number
     [("micro_batch_size", 0), ("world_size", 0), ("seed", -1), ("micro_batch_size", 2.0), ("seed", True)],
 )
 def test_a_number_out_of_range_is_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be a whole number"):
+    with pytest.raises(ValueError, match=f"{field} must be an integer >="):
         Order(**{"num_samples": 10, "micro_batch_size": 1, field: value})
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zengine.data import MetricError, PackedOrder, Packing, Picking
+from zengine.data import MetricError, PackedOrder, Packing, PickingOrder
 
 
 def order_of(lengths, replicas=1, accumulation=1, drop_last=True, **packing) -> PackedOrder:
@@ -38,7 +38,7 @@ def test_a_whole_number_of_steps_is_made_by_leaving_out_or_filling_up() -> None:
 
 
 def test_too_little_for_a_step_is_refused_with_the_numbers() -> None:
-    with pytest.raises(MetricError, match=r"3 samples make 1 micro-batches .*1 samples are longer.* 2 replicas"):
+    with pytest.raises(MetricError, match=r"3 samples make 1 micro-batches .*1 samples exceed.* 2 replicas"):
         order_of([4, 4, 99], 2, max_tokens=8).micro_batches(0)
 
 
@@ -51,15 +51,15 @@ def test_limits_that_exclude_each_other_are_refused(options) -> None:
 def test_orders_differ_in_what_they_put_together() -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 200)
 
-    def padded(picking: Picking) -> int:
+    def padded(picking: PickingOrder) -> int:
         batches = order_of(lengths, max_tokens=60, picking=picking).micro_batches(0)
         return sum(len(batch) * max(lengths[list(batch)]) for batch in batches)
 
-    assert padded(Picking.SEQLEN) < 1.1 * lengths.sum() < padded(Picking.RANDOM)
-    by_length = order_of(lengths, 2, 2, max_tokens=60, picking=Picking.SEQLEN)
+    assert padded(PickingOrder.SEQLEN) < 1.1 * lengths.sum() < padded(PickingOrder.RANDOM)
+    by_length = order_of(lengths, 2, 2, max_tokens=60, picking=PickingOrder.SEQLEN)
     assert by_length.micro_batches(0) != by_length.micro_batches(1)
     assert sorted(by_length.micro_batches(0)) == sorted(by_length.micro_batches(1))
-    shuffled = order_of(lengths, max_tokens=60, picking=Picking.RANDOM)
+    shuffled = order_of(lengths, max_tokens=60, picking=PickingOrder.RANDOM)
     assert shuffled.micro_batches(0) != shuffled.micro_batches(1)
     plain = order_of(lengths, max_tokens=60)
     assert plain.micro_batches(0) == plain.micro_batches(1)
@@ -68,7 +68,7 @@ def test_orders_differ_in_what_they_put_together() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=20, max_size=60),
-    picking=st.sampled_from(Picking),
+    picking=st.sampled_from(PickingOrder),
     replicas=st.integers(1, 3),
     epoch=st.integers(0, 3),
 )

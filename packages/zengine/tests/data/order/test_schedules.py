@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zengine.data import Custom, FixedDiscrete, FixedRoot
-from zengine.data.order.schedules import with_laws
+from zengine.data.order.schedules import with_custom_functions
 
 
 def test_fixed_linear_by_hand() -> None:
@@ -40,10 +40,10 @@ def test_fixed_discrete_by_hand() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: FixedRoot(low=9, high=8, steps=1), "from its minimum to its maximum, got 9 and 8"),
+        (lambda: FixedRoot(low=9, high=8, steps=1), "0 <= minimum <= maximum, got 9 and 8"),
         (lambda: FixedRoot(low=1, high=8, steps=0), r"steps \(0\)"),
         (lambda: FixedDiscrete(difficulties=(1, 2), until=(3, 4)), "2 difficulties need 1 steps, got 2"),
-        (lambda: FixedDiscrete(difficulties=(1, 2, 3), until=(5, 5)), "last steps increase"),
+        (lambda: FixedDiscrete(difficulties=(1, 2, 3), until=(5, 5)), "last steps must increase"),
         (lambda: Custom(low=1, high=8).at(0), "set_custom_curriculum_learning_schedule"),
     ],
 )
@@ -53,15 +53,15 @@ def test_what_makes_no_sense_is_refused_in_words(make, says: str) -> None:
 
 
 def test_a_custom_law_stays_below_its_maximum() -> None:
-    (law,) = with_laws({"seqlen": Custom(low=1, high=8)}, lambda step: 3 * step).values()
+    (law,) = with_custom_functions({"seqlen": Custom(low=1, high=8)}, lambda step: 3 * step).values()
     assert [law.at(step) for step in range(4)] == [0, 3, 6, 8]
 
 
 def test_laws_go_to_the_metrics_they_are_named_for() -> None:
     schedules = {"a": Custom(low=1, high=8), "b": FixedRoot(low=1, high=2, steps=3), "c": Custom(low=1, high=9)}
-    both = with_laws(schedules, {"a": lambda _: 5, "c": lambda _: 6})
+    both = with_custom_functions(schedules, {"a": lambda _: 5, "c": lambda _: 6})
     assert (both["a"].at(0), both["b"], both["c"].at(0)) == (5, schedules["b"], 6)
     with pytest.raises(ValueError, match='with "schedule_type": "custom" are: a, c'):
-        with_laws(schedules, {"b": lambda _: 5})
+        with_custom_functions(schedules, {"b": lambda _: 5})
     with pytest.raises(ValueError, match="no metric by name"):
-        with_laws(schedules, lambda _: 5)
+        with_custom_functions(schedules, lambda _: 5)

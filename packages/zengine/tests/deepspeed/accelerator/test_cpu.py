@@ -23,7 +23,7 @@ def test_the_environment_may_choose(fresh: pytest.MonkeyPatch):
     assert get_accelerator() is get_accelerator()
     get_accelerator.cache_clear()
     fresh.setenv("DS_ACCELERATOR", "tpu")
-    with pytest.raises(ValueError, match="DS_ACCELERATOR='tpu': zengine computes on cpu and cuda"):
+    with pytest.raises(ValueError, match="DS_ACCELERATOR='tpu': zengine runs on cpu and cuda"):
         get_accelerator()
 
 

@@ -14,5 +14,5 @@ def test_questions_go_to_torch_cuda_and_others_are_refused():
     assert gpu.device_name(2) == "cuda:2"
     assert gpu.communication_backend_name() == "nccl"
     assert not gpu.on_accelerator(torch.ones(1))
-    with pytest.raises(AttributeError, match="get_accelerator\\(\\) has no 'fly' here"):
+    with pytest.raises(AttributeError, match=r"get_accelerator\(\) has no 'fly'; use torch\.cuda"):
         gpu.fly  # noqa: B018

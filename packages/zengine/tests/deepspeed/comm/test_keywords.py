@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zengine.deepspeed.comm.keywords import takes_logging
+from zengine.deepspeed.comm.keywords import accept_logging_keywords
 
 
-@takes_logging
+@accept_logging_keywords
 def verb(tensor: int, log_name: str = "", async_op: bool = False) -> tuple[int, str, bool]:
     """Doc."""
     return tensor, log_name, async_op

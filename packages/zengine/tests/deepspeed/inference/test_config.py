@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zengine.config import ConfigError
-from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, default_inference_config, merged
+from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, default_inference_config, merge_config
 
 
 @pytest.mark.parametrize(
@@ -29,24 +29,24 @@ def test_a_dtype_is_named_or_given(name, dtype):
 def test_keys_about_kernels_are_told_to_have_no_effect():
     made = DeepSpeedInferenceConfig.of({"replace_with_kernel_inject": True, "injection_policy": {}, "mp_size": 1})
     assert made.notices == (
-        "init_inference: injection_policy, replace_with_kernel_inject: no effect here, torch's own kernels are used",
+        "init_inference: injection_policy, replace_with_kernel_inject: no effect here; torch's kernels run",
     )
 
 
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("mp_size", 0, "must be a whole number of 1 or more"),
-        ("save_mp_checkpoint_path", "here", "weights are whole in a checkpoint, and each rank reads its part"),
+        ("mp_size", 0, "must be an integer >= 1"),
+        ("save_mp_checkpoint_path", "here", "a checkpoint has whole weights, and each rank reads its part"),
         ("enable_cuda_graph", True, "CUDA graphs are not captured. Use torch.compile"),
-        ("quant", {"enabled": True}, "quantised weights are not available yet"),
+        ("quant", {"enabled": True}, "quantized weights are not available yet"),
         ("use_triton", True, "there are no Triton kernels"),
         ("zero", {"stage": 3}, "engine.eval"),
-        ("max_out_tokens", 0, "must be a whole number of 1 or more"),
+        ("max_out_tokens", 0, "must be an integer >= 1"),
         ("keep_module_on_host", "yes", "must be true or false"),
         ("dtype", torch.int8, "int8 weights are not available yet"),
         ("max_out_token", 5, "Did you mean max_out_tokens"),
-        ("checkpoint", {"type": "Megatron"}, "the path of a file of weights"),
+        ("checkpoint", {"type": "Megatron"}, "the path of a weight file"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(key, value, told):
@@ -58,8 +58,8 @@ def test_harmless_values_of_refused_keys_pass():
     defaults = {"enable_cuda_graph": False, "moe": {}, "ep_size": 1, "quant": None, "tensor_parallel": {"tp_size": 1}}
     made = DeepSpeedInferenceConfig.of(defaults)
     assert attrs.evolve(made, ranks={}) == DeepSpeedInferenceConfig()
-    assert made.sharing.is_idle
-    assert DeepSpeedInferenceConfig.of(default_inference_config()).sharing.is_idle
+    assert made.parallelism.is_single_rank
+    assert DeepSpeedInferenceConfig.of(default_inference_config()).parallelism.is_single_rank
 
 
 def test_an_injection_policy_has_an_effect_where_layers_are_split():
@@ -71,17 +71,17 @@ def test_an_injection_policy_has_an_effect_where_layers_are_split():
 
 def test_a_config_object_keeps_what_it_says_of_ranks():
     made = DeepSpeedInferenceConfig.of({"tensor_parallel": {"tp_size": 2}})
-    assert DeepSpeedInferenceConfig.of(merged(made, {"dtype": torch.float16})).sharing == made.sharing
+    assert DeepSpeedInferenceConfig.of(merge_config(made, {"dtype": torch.float16})).parallelism == made.parallelism
     with pytest.raises(ConfigError, match="tp_size = 0: must be"):
-        _ = DeepSpeedInferenceConfig(ranks={"tensor_parallel": {"tp_size": 0}}).sharing
+        _ = DeepSpeedInferenceConfig(ranks={"tensor_parallel": {"tp_size": 0}}).parallelism
 
 
 def test_config_and_keywords_are_one_config(tmp_path: Path):
     (tmp_path / "inference.json").write_text(json.dumps({"max_out_tokens": 8}))
     for config in ({"max_out_tokens": 8}, str(tmp_path / "inference.json"), '{"max_out_tokens": 8}'):
-        assert merged(config, {"dtype": "fp32"}) == {"max_out_tokens": 8, "dtype": "fp32"}
-        assert merged(config, {"max_out_tokens": 8}) == {"max_out_tokens": 8}
+        assert merge_config(config, {"dtype": "fp32"}) == {"max_out_tokens": 8, "dtype": "fp32"}
+        assert merge_config(config, {"max_out_tokens": 8}) == {"max_out_tokens": 8}
         with pytest.raises(ValueError, match="max_out_tokens is 8 in config and 9 as an argument"):
-            merged(config, {"max_out_tokens": 9})
-    assert merged(DeepSpeedInferenceConfig(max_out_tokens=8), {})["max_out_tokens"] == 8
+            merge_config(config, {"max_out_tokens": 9})
+    assert merge_config(DeepSpeedInferenceConfig(max_out_tokens=8), {})["max_out_tokens"] == 8
     assert default_inference_config()["max_out_tokens"] == 1024

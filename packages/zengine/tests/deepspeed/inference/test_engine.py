@@ -48,7 +48,7 @@ def test_generation_beyond_the_limit_is_refused_before_it_begins():
     engine = deepspeed.init_inference(Generator(), dtype="fp32", max_out_tokens=6)
     ids = torch.ones(1, 4, dtype=torch.long)
     assert engine.generate(ids, max_new_tokens=2) == 6
-    with pytest.raises(ValueError, match=r"would reach 7 tokens \(a prompt of 4\), and max_out_tokens is 6"):
+    with pytest.raises(ValueError, match=r"would reach 7 tokens \(a prompt of 4\), but max_out_tokens is 6"):
         engine.generate(input_ids=ids, max_new_tokens=3)
     with pytest.raises(AttributeError, match=r"Linear has no generate"):
         deepspeed.init_inference(nn.Linear(1, 1)).generate(ids)
@@ -80,12 +80,12 @@ def _from_file(path: str) -> list[float]:
     """Differences of a model without memory, with a plan in the config and with one that is found by running it."""
     tokens, found = torch.arange(8).view(1, 8) % 4, []
     plan = {"tensor_parallel": {"tp_size": 2, "partition_config": PLAN}}
-    for kind, sharing in ((Language, plan), (Runnable, {"mp_size": 2})):
+    for kind, parallelism in ((Language, plan), (Runnable, {"mp_size": 2})):
         with torch.device("meta"):
             model = kind()
-        with pytest.raises(ValueError, match="on the meta device, where it has no weights"):
-            deepspeed.init_inference(model, dtype=torch.float32, **sharing)
-        engine = deepspeed.init_inference(model, dtype=torch.float32, checkpoint=path, **sharing)
+        with pytest.raises(ValueError, match="on the meta device and has no weights"):
+            deepspeed.init_inference(model, dtype=torch.float32, **parallelism)
+        engine = deepspeed.init_inference(model, dtype=torch.float32, checkpoint=path, **parallelism)
         assert sum(p.numel() for p in engine.parameters()) < sum(p.numel() for p in Language().parameters())
         found.append(float((engine(tokens) - Language()(tokens)).abs()))
     return found
@@ -100,7 +100,7 @@ def test_ranks_read_their_parts_of_a_checkpoint_into_a_model_without_memory(tmp_
 
 def test_an_engine_is_no_model():
     engine = deepspeed.init_inference(Generator(), dtype="fp32")
-    with pytest.raises(ValueError, match=r"give it engine\.module"):
+    with pytest.raises(ValueError, match=r"pass engine\.module"):
         deepspeed.init_inference(engine)
 
 

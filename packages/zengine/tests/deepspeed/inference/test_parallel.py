@@ -7,31 +7,33 @@ from typing import Any
 import pytest
 from torch import nn
 
-from zengine.deepspeed.inference.parallel import Sharing, Wanted, read_sharing
+from zengine.deepspeed.inference.parallel import ParallelGroup, Parallelism, read_parallelism
 from zpartition.tensor import TensorPlan
 
 
-def sharing(given: dict[str, Any]) -> Sharing:
-    found = read_sharing(given)
-    assert isinstance(found, Sharing), found
+def parallelism(given: dict[str, Any]) -> Parallelism:
+    found = read_parallelism(given)
+    assert isinstance(found, Parallelism), found
     return found
 
 
 def test_sizes_are_said_in_sections_or_by_older_names():
-    new = sharing({"tensor_parallel": {"tp_size": 2, "tp_grain_size": 4}, "moe": {"enabled": True, "ep_size": 3}})
-    assert new.tensor == Wanted(2, key="tensor_parallel.tp_size")
-    assert (new.experts, new.grain) == (Wanted(3, key="moe.ep_size"), 4)
-    old = sharing({"mp_size": 2, "ep_size": 3, "moe": True, "moe_experts": 8, "moe_type": "residual"})
+    new = parallelism({"tensor_parallel": {"tp_size": 2, "tp_grain_size": 4}, "moe": {"enabled": True, "ep_size": 3}})
+    assert new.tensor == ParallelGroup(2, key="tensor_parallel.tp_size")
+    assert (new.experts, new.grain) == (ParallelGroup(3, key="moe.ep_size"), 4)
+    old = parallelism({"mp_size": 2, "ep_size": 3, "moe": True, "moe_experts": 8, "moe_type": "residual"})
     assert (old.tensor.size, old.experts.size, old.expert_counts) == (2, 3, (8,))
-    assert sharing({"tp": 2, "mp_size": 2}).tensor == Wanted(2, key="tp.tp_size")
+    assert parallelism({"tp": 2, "mp_size": 2}).tensor == ParallelGroup(2, key="tp.tp_size")
 
 
 def test_groups_and_an_mpu_come_as_they_are():
     group, mpu = object(), object()
-    assert sharing({"tensor_parallel": {"tp_group": group}}).tensor.group is group
-    assert sharing({"mpu": mpu}).tensor.mpu is sharing({"tp": {"mpu": mpu}}).tensor.mpu is mpu
-    assert sharing({"mpu": mpu, "tp": {"mpu": mpu, "tp_size": 2}}).tensor.mpu is mpu
-    assert sharing({"moe": {"ep_group": {4: group}}}).experts.group is sharing({"ep_group": group}).experts.group
+    assert parallelism({"tensor_parallel": {"tp_group": group}}).tensor.group is group
+    assert parallelism({"mpu": mpu}).tensor.mpu is parallelism({"tp": {"mpu": mpu}}).tensor.mpu is mpu
+    assert parallelism({"mpu": mpu, "tp": {"mpu": mpu, "tp_size": 2}}).tensor.mpu is mpu
+    assert (
+        parallelism({"moe": {"ep_group": {4: group}}}).experts.group is parallelism({"ep_group": group}).experts.group
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,17 +44,17 @@ def test_groups_and_an_mpu_come_as_they_are():
     ],
 )
 def test_nothing_is_shared_unless_it_is_said(given: dict[str, Any]):
-    found = sharing(given)
-    assert found.is_idle
+    found = parallelism(given)
+    assert found.is_single_rank
     assert (found.expert_counts, found.plan) == ((), None)
-    assert not sharing({"mp_size": 2}).is_idle
+    assert not parallelism({"mp_size": 2}).is_single_rank
 
 
 def test_plans_are_kept_and_policies_of_kernels_are_not():
     plan = TensorPlan(())
-    assert sharing({"tensor_parallel": {"tp_size": 2, "partition_config": plan}}).plan is plan
+    assert parallelism({"tensor_parallel": {"tp_size": 2, "partition_config": plan}}).plan is plan
     policy = {nn.Linear: ("a.b", "c"), nn.Conv1d: "d", nn.Conv2d: nn.Linear, "text": ("e",), nn.Conv3d: ()}
-    assert sharing({"injection_policy": policy}).policy == {nn.Linear: ("a.b", "c"), nn.Conv1d: ("d",)}
+    assert parallelism({"injection_policy": policy}).policy == {nn.Linear: ("a.b", "c"), nn.Conv1d: ("d",)}
 
 
 @pytest.mark.parametrize(
@@ -68,16 +70,16 @@ def test_plans_are_kept_and_policies_of_kernels_are_not():
         ({"moe": {"moe_experts": 4}, "moe_experts": 8}, "moe.moe_experts and moe_experts are both given"),
         ({"ep_group": object(), "moe": {"ep_group": {8: object()}}}, "moe.ep_group and ep_group are both given"),
         ({"tp": {"partition_config": {"layer_specs": []}}, "injection_policy": {nn.Linear: "a"}}, "config and injec"),
-        ({"tensor_parallel": {"tp_sise": 2}}, "tp_sise: is no key of tensor_parallel. Did you mean tp_size?"),
-        ({"tensor_parallel": {"tp_size": True}}, "tp_size = true: must be a whole number"),
-        ({"tp": "two"}, 'tp = "two": must be a whole number'),
+        ({"tensor_parallel": {"tp_sise": 2}}, "tp_sise: is not a key of tensor_parallel. Did you mean tp_size?"),
+        ({"tensor_parallel": {"tp_size": True}}, "tp_size = true: must be an integer >= 1"),
+        ({"tp": "two"}, 'tp = "two": must be an integer >= 1'),
         ({"moe": {"type": "sparse"}}, 'moe.type = "sparse": must be "standard" or "residual"'),
-        ({"moe": {"ep_mp_group": 5}}, "ep_mp_group = 5: must be left out"),
-        ({"moe_experts": [4, 0]}, "must be a whole number of 1 or more, or a list"),
+        ({"moe": {"ep_mp_group": 5}}, "ep_mp_group = 5: must be removed"),
+        ({"moe_experts": [4, 0]}, "must be an integer >= 1, or a list of them"),
         ({"injection_policy": "auto"}, "must be a mapping from classes of blocks"),
         ({"tensor_parallel": {"partition_config": "auto"}}, 'must be a mapping with "layer_specs"'),
     ],
 )
 def test_what_is_wrong_with_the_words_is_said(given: dict[str, Any], told: str):
-    (problem,) = read_sharing(given)
+    (problem,) = read_parallelism(given)
     assert told in str(problem)

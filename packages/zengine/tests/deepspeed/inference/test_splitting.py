@@ -16,7 +16,7 @@ import zpartition
 from zcomm.testing import run_ranks
 from zengine.build.agreement import RanksDisagree
 from zengine.deepspeed.inference import splitting
-from zengine.deepspeed.inference.parallel import NOBODY, Wanted, read_sharing
+from zengine.deepspeed.inference.parallel import NO_GROUP, ParallelGroup, read_parallelism
 from zpartition.tensor import Column, Replicated, Row, Rule, TensorPlan
 from zpartition.testing.expert_models import MoELanguageModel as Experts
 from zpartition.testing.tensor_models import PLAN, Block, Gated, Grouped, Language
@@ -95,12 +95,12 @@ def _refusals() -> None:
     with zcomm.traced(log):
         refused("mp_size = 3 does not divide the 2 ranks of this run: choose one of 1, 2, or start", {"mp_size": 3})
         refused("ep_size = 4 does not divide the 2 ranks", {"moe": {"ep_size": 4}})
-        refused(r"tp_size = 2, and the tensor group.* has 1 ranks", {"tp": {"tp_size": 2, "tp_group": alone}})
+        refused(r"tp_size = 2, but the given tensor group has 1 ranks", {"tp": {"tp_size": 2, "tp_group": alone}})
         refused(r"mpu= is a object without get_model_parallel_group", {"mpu": object()})
         refused("1 key-value heads, which cannot be split over 2", {"mp_size": 2}, _Few())
         refused("no experts found in Runnable", {"ep_size": 2})
-        refused(r"moe_experts = \[8\], and .* has 4 experts", {"ep_size": 2, "moe_experts": 8}, Experts())
-        refused(r"and it has no dummy_inputs.*injection_policy=\{Block", {"mp_size": 2}, Language())
+        refused(r"moe_experts = \[8\], but .* has 4 experts", {"ep_size": 2, "moe_experts": 8}, Experts())
+        refused(r"but it has no dummy_inputs.*injection_policy=\{Block", {"mp_size": 2}, Language())
         refused("pattern 'nothing' fits no weight", {"tp": {"tp_size": 2, "partition_config": _spec("nothing")}})
         refused("in a Block is called 'wo'; there are q_proj", {"mp_size": 2, "injection_policy": {Block: "wo"}})
     assert not log
@@ -148,18 +148,17 @@ def _already(caplog_level: int) -> list[str]:
     assert torch.equal(*again)
     torch.testing.assert_close(again[0].double(), Language()(TOKENS), rtol=0, atol=1e-5)
     with pytest.raises(
-        ValueError, match=r"layers are split over ranks \[0, 1\] already, and ranks \[0, 1, 2, 3\] are"
+        ValueError,
+        match=r"layers are already split over ranks \[0, 1\], and the config asks for ranks \[0, 1, 2, 3\]",
     ):
-        splitting._to_do(Wanted(4, key="mp_size"), [zpartition.model_parallel_group_of(model)], "layers")
-    assert splitting._to_do(NOBODY, [zpartition.model_parallel_group_of(model)], "layers") == NOBODY
+        splitting._pending(ParallelGroup(4, key="mp_size"), [zpartition.model_parallel_group_of(model)], "layers")
+    assert splitting._pending(NO_GROUP, [zpartition.model_parallel_group_of(model)], "layers") == NO_GROUP
     return told
 
 
 def test_a_model_that_is_split_already_is_told_and_kept():
     for told in run_ranks(_already, 2, logging.WARNING):
-        assert (
-            told == ["init_inference: the model's layers are split over ranks [0, 1] already: used as they are"] * 2
-        )
+        assert told == ["init_inference: the model's layers are already split over ranks [0, 1] and stay so"] * 2
 
 
 def _experts() -> tuple[float, int]:
@@ -178,7 +177,7 @@ def _experts() -> tuple[float, int]:
     wanted = [Experts()(TOKENS + rank // 2), expected[1], expected[0]]
     again = zpartition.whole_state_dict(mixed)
     assert all(torch.equal(again[name], value.float()) for name, value in Experts().state_dict().items())
-    with pytest.raises(ValueError, match=r"experts are split over ranks .* already"):
+    with pytest.raises(ValueError, match=r"experts are already split over ranks"):
         deepspeed.init_inference(mixed, dtype=torch.float32, ep_size=4)
     return max(float((a - b).abs()) for a, b in zip(own, wanted)), len(next(model.blocks[0].moe.experts.parameters()))
 
@@ -194,8 +193,8 @@ def test_one_process_is_told_how_many_are_needed(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    sharing = read_sharing({"mp_size": 2})
+    parallelism = read_parallelism({"mp_size": 2})
     with pytest.raises(ValueError, match=r"does not divide the 1 rank of this run.*torchrun --nproc-per-node 2"):
-        splitting.planned(Language(), sharing)  # type: ignore[arg-type]
-    whole = read_sharing({"mp_size": 1})
-    assert splitting.planned(Language(), whole).plan is None  # type: ignore[arg-type]
+        splitting.plan_split(Language(), parallelism)  # type: ignore[arg-type]
+    whole = read_parallelism({"mp_size": 1})
+    assert splitting.plan_split(Language(), whole).plan is None  # type: ignore[arg-type]

@@ -67,10 +67,10 @@ def test_a_model_without_memory_gets_it_and_what_no_file_has(kind: type[Net], tm
     source, model = Net(), on_meta(kind)
     state = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
     safetensors.torch.save_file(state, tmp_path / "a.safetensors")
-    assert weights.is_hollow(model)
-    weights.make_real(model, CPU)
+    assert weights.is_on_meta(model)
+    weights.materialize(model, CPU)
     weights.load(model, str(tmp_path / "a.safetensors"))
-    assert not weights.is_hollow(model)
+    assert not weights.is_on_meta(model)
     assert model.head.weight is model.embed.weight
     assert (model.head.weight.kind, model.head.weight.requires_grad) == ("tied", False)  # type: ignore[attr-defined]
     expected = [*source.state_dict().values(), *source.rotary.buffers()]
@@ -81,13 +81,13 @@ def test_a_model_without_memory_gets_it_and_what_no_file_has(kind: type[Net], tm
 def test_buffers_that_nobody_makes_are_named():
     told = r"not persistent.*rotary\.frequencies, rotary\.indices, rotary\.mask.*include_buffers=False"
     with pytest.raises(ValueError, match=told):
-        weights.make_real(on_meta(Silent), CPU)
+        weights.materialize(on_meta(Silent), CPU)
 
 
 def test_a_model_with_memory_stays_as_it_is():
     model = Net()
     before = [*model.parameters(), *model.buffers()]
-    weights.make_real(model, CPU)
+    weights.materialize(model, CPU)
     assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
 
 
@@ -96,4 +96,4 @@ def test_what_does_not_fit_is_told_with_the_file(tmp_path: Path):
     safetensors.torch.save_file({"weight": torch.ones(3, 2)}, path)
     for told in (r"a\.safetensors does not fit Linear", "missing: bias", r"weight has shape \(3, 2\)"):
         with pytest.raises(ValueError, match=told):
-            weights.refuse_unfit(nn.Linear(2, 2), path)
+            weights.check_fits(nn.Linear(2, 2), path)

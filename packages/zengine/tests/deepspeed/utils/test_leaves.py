@@ -74,7 +74,7 @@ def test_a_flag_that_is_false_unmarks_by_name_by_suffix_and_alone():
 
 def test_one_name_that_is_not_there_is_an_error_although_others_are():
     net = model()
-    with pytest.raises(ValueError, match=r"no modules named \['none'\].*made of: Block, Linear, ReLU"):
+    with pytest.raises(ValueError, match=r"no modules named \['none'\].*of the classes Block, Linear, ReLU"):
         utils.set_z3_leaf_modules_by_name(net, ["0", "none"])
     with pytest.raises(ValueError, match=r"no modules whose names end in \['gone'\]"):
         utils.set_z3_leaf_modules_by_suffix(net, ["inner", "gone"])
@@ -82,10 +82,12 @@ def test_one_name_that_is_not_there_is_an_error_although_others_are():
 
 
 def test_a_class_that_is_not_there_is_named_beside_those_that_are():
-    with pytest.raises(ValueError, match=r"has no modules of the classes .*Embedding.*made of: Block, Linear, ReLU"):
+    with pytest.raises(
+        ValueError, match=r"has no modules of the classes .*Embedding.*of the classes Block, Linear, ReLU"
+    ):
         utils.set_z3_leaf_modules(model(), [nn.Embedding])
     assert utils.set_z3_leaf_modules(model(), [nn.Embedding], raise_if_not_found=False) == []
-    with pytest.raises(TypeError, match="classes or names of classes, not 3"):
+    with pytest.raises(TypeError, match="classes or names of classes, got 3"):
         utils.set_z3_leaf_modules(model(), [3])
 
 

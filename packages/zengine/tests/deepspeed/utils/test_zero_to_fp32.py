@@ -80,7 +80,7 @@ def test_a_model_takes_them_and_another_one_is_told(saved: tuple[Path, dict[str,
     folder, masters = saved
     loaded = tools.load_state_dict_from_zero_checkpoint(model(), folder)
     assert torch.equal(loaded[0].weight, masters["0.weight"])
-    with pytest.raises(ValueError, match="is not of this model: missing"):
+    with pytest.raises(ValueError, match="belongs to another model: missing"):
         tools.load_state_dict_from_zero_checkpoint(
             nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2), nn.Linear(2, 2)), folder
         )
@@ -98,7 +98,7 @@ def test_parts_of_ranks_are_joined_by_box_and_span():
         part_of(whole, ((0, 3), (0, 2)), (4, 6)),
         part_of(whole, ((0, 3), (2, 4)), (0, 6)),
     ]
-    assert torch.equal(tools._joined(parts), whole)
+    assert torch.equal(tools._join(parts), whole)
 
 
 def part_of(whole: torch.Tensor, box: Any, span: tuple[int, int]) -> zckpt.Shard:
@@ -108,6 +108,6 @@ def part_of(whole: torch.Tensor, box: Any, span: tuple[int, int]) -> zckpt.Shard
 
 @pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5_000_000_000), ("1.5KiB", 1536), (7, 7), (None, 1 << 62)])
 def test_sizes_are_read_as_they_are_written(text, nbytes):
-    assert tools._size(text) == nbytes
-    with pytest.raises(ValueError, match="is no size"):
-        tools._size("five")
+    assert tools._parse_size(text) == nbytes
+    with pytest.raises(ValueError, match="is not a size"):
+        tools._parse_size("five")

@@ -21,7 +21,7 @@ from zengine.config.plan.data_rules import (
     unused_keys,
 )
 from zengine.config.reading.load import Config
-from zengine.data.order.curriculum import By
+from zengine.data.order.curriculum import DifficultyType
 from zengine.data.order.packing import Packing
 from zengine.data.order.schedules import Schedule
 
@@ -34,7 +34,7 @@ class MetricPlan:
 
     name: str
     schedule: Schedule
-    by: By
+    by: DifficultyType
     parts: int  # for percentiles: the difficulty that means all samples
     samples_path: str  # "" here and in `metrics_path`: sample lengths, measured at start
     metrics_path: str
@@ -128,14 +128,14 @@ def data_plan(config: Config) -> DataPlan:
 
 def _metric(name: str, metric: CurriculumMetric) -> MetricPlan:
     is_single = metric.clustering_type == "single_cluster"
-    by = By.NOTHING if is_single else By(metric.difficulty_type)
+    by = DifficultyType.SINGLE_CLUSTER if is_single else DifficultyType(metric.difficulty_type)
     return MetricPlan(
         name=name,
         schedule=schedule_of(metric),
         by=by,
         parts=metric.max_difficulty,
         samples_path=metric.index_to_sample_path,
-        metrics_path=metric.index_to_metric_path if by is By.VALUE else "",
+        metrics_path=metric.index_to_metric_path if by is DifficultyType.VALUE else "",
     )
 
 

@@ -19,7 +19,7 @@ from zengine.config.keys.data import (
 )
 from zengine.config.plan.parallel import ParallelPlan
 from zengine.config.reading.load import Config
-from zengine.data.order.packing import Packing, Picking
+from zengine.data.order.packing import Packing, PickingOrder
 from zengine.data.order.schedules import Custom, FixedDiscrete, FixedRoot, Schedule
 
 SEQLEN = "curriculum_learning"
@@ -112,7 +112,7 @@ def packing_of(section: DynamicBatchingSection) -> Packing:
         max_tokens=section.max_tokens,
         min_batch_size=section.min_batch_size,
         max_batch_size=section.max_batch_size,
-        picking=Picking(section.sequence_picking_order),
+        picking=PickingOrder(section.sequence_picking_order),
     )
 
 

@@ -1,4 +1,4 @@
-"""Loader of a curriculum: its samples come from a walk that skips samples that are too difficult."""
+"""Loader of a curriculum: its order skips samples that are too difficult for the step."""
 
 from __future__ import annotations
 
@@ -8,111 +8,115 @@ from typing import Any, final
 
 import attrs
 
-from zengine.data.files.arrays import digest
-from zengine.data.loaders.base import Loader, check_below, whole_numbers
-from zengine.data.loaders.fetch import Fetching
-from zengine.data.order.curriculum import CurriculumWalk, Permutations, Position, replaced
-from zengine.data.order.order import Ticket
-from zengine.data.order.schedules import with_laws
+from zengine.data.loaders.base import Loader, check_below, read_counts
+from zengine.data.loaders.fetch import BatchFetcher
+from zengine.data.metrics import digest
+from zengine.data.order.curriculum import CurriculumOrder, Permutations, Position, with_schedules
+from zengine.data.order.order import BatchIndices
+from zengine.data.order.schedules import with_custom_functions
 
 
 @final
 class CurriculumLoader(Loader):
     """Loads an indexed dataset under limits that rise with the steps.
 
-    As with DeepSpeed's sampler one iteration lasts `num_epochs` times the data, regardless of passes of the walk; the
-    next iteration continues from there.  `epoch` counts passes and `consumed_samples` the samples of the iteration.
+    As with DeepSpeed's sampler, one iteration has `num_epochs` times the samples of the dataset, however many passes
+    the order makes over it; the next iteration continues from there.  `epoch` counts passes, `consumed_samples` the
+    samples of the iteration.
     """
 
-    def __init__(self, dataset: Any, walk: CurriculumWalk, *, rank: int, num_epochs: int, fetching: Fetching) -> None:
-        super().__init__(dataset, walk.order.micro_batch_size, fetching)
-        self._walk = walk
+    def __init__(
+        self, dataset: Any, order: CurriculumOrder, *, rank: int, num_epochs: int, fetcher: BatchFetcher
+    ) -> None:
+        super().__init__(dataset, order.order.micro_batch_size, fetcher)
+        self._order = order
         self._rank = rank
-        self._num_batches = num_epochs * walk.order.num_samples // walk.order.stride
-        self._at = Position()
-        self._ahead: deque[Position] = deque()  # behind each batch that was fetched and not handed
-        self._handed_step = 0  # the step of the last batch that was handed
+        self._num_batches = num_epochs * order.order.num_samples // order.order.stride
+        self._position = Position()
+        self._fetched: deque[Position] = deque()  # position after each batch that was fetched, not yet received
+        self._last_step = 0  # step of the last batch that the loop received
 
     def fingerprint(self) -> list[str]:
-        metrics = [f"metric {limit.name} {digest(limit.places)}" for limit in self._walk.limits]
-        return [f"{self._walk.order.num_samples} samples", *metrics]
+        metrics = [f"metric {limit.name} {digest(limit.places)}" for limit in self._order.limits]
+        return [f"{self._order.order.num_samples} samples", *metrics]
 
     def __len__(self) -> int:
         """Return the batches of one iteration."""
         return self._num_batches
 
     def epochs_done(self) -> float:
-        """Return the passes of the walk, which is faster while less is admitted."""
-        return self._at.epoch + self._at.place / self._walk.order.num_samples
+        """Return the passes over the data; a pass is shorter while fewer samples are admitted."""
+        return self._position.epoch + self._position.place / self._order.order.num_samples
 
-    def set_custom_schedule(self, laws: Mapping[str, Callable[[int], int]] | Callable[[int], int]) -> None:
-        """Set functions for the metrics with a custom schedule, for batches not yet fetched."""
-        schedules = with_laws({limit.name: limit.schedule for limit in self._walk.limits}, laws)
-        self._walk = attrs.evolve(self._walk, limits=replaced(self._walk.limits, schedules))
+    def set_custom_schedule(self, functions: Mapping[str, Callable[[int], int]] | Callable[[int], int]) -> None:
+        """Set the functions of custom schedules, for batches not yet fetched."""
+        schedules = with_custom_functions({limit.name: limit.schedule for limit in self._order.limits}, functions)
+        self._order = attrs.evolve(self._order, limits=with_schedules(self._order.limits, schedules))
 
     def set_accumulation(self, accumulation: int) -> None:
         """Set the micro-steps per step, for batches not yet fetched; call it between steps."""
-        self._walk = attrs.evolve(self._walk, accumulation=accumulation)
+        self._order = attrs.evolve(self._order, accumulation=accumulation)
 
     @property
     def difficulties(self) -> dict[str, int]:
-        """Difficulty of each metric for the last batch handed to the caller."""
-        return self._walk.difficulties(self._handed_step)
+        """Difficulty of each metric for the last batch that the loop received."""
+        return self._order.difficulties(self._last_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, equal on every rank; `current_difficulties` are those of the last batch."""
-        order = self._walk.order
+        """Return the position, equal on every rank; `current_difficulties` belong to the last batch."""
+        order = self._order.order
         return {
             "seed": order.seed,
-            **attrs.asdict(self._at),
+            **attrs.asdict(self._position),
             "consumed_samples": self.consumed_samples,
             "num_samples": order.num_samples,
-            "curriculum_step": self._handed_step + 1,
+            "curriculum_step": self._last_step + 1,
             "current_difficulties": self.difficulties,
         }
 
     def _open(self) -> Iterator[Any]:
-        self._ahead.clear()
-        left = self._num_batches - self.consumed_samples // self._walk.order.stride
-        return self._fetching.of_tickets(self.dataset, self._tickets(left), self._walk.order.seed)
+        self._fetched.clear()
+        left = self._num_batches - self.consumed_samples // self._order.order.stride
+        return self._fetcher.fetch_batches(self.dataset, self._batch_indices(left), self._order.order.seed)
 
-    def _tickets(self, count: int) -> Iterator[Ticket]:
-        position, permutations = self._at, Permutations(self._walk.order)
-        micro = self._walk.order.micro_batch_size
+    def _batch_indices(self, count: int) -> Iterator[BatchIndices]:
+        position, permutations = self._position, Permutations(self._order.order)
+        micro = self._order.order.micro_batch_size
         for _ in range(count):
             start = position
-            indices, position = self._walk.take(start, permutations)
-            self._ahead.append(position)
+            indices, position = self._order.advance(start, permutations)
+            self._fetched.append(position)
             mine = indices[self._rank * micro : (self._rank + 1) * micro]
-            begin = start.place * self._walk.order.world_size + self._rank  # unique in a pass
-            yield Ticket(epoch=start.epoch, begin=begin, indices=tuple(mine.tolist()))
+            begin = start.place * self._order.order.world_size + self._rank  # unique within a pass
+            yield BatchIndices(epoch=start.epoch, begin=begin, indices=tuple(mine.tolist()))
 
-    def _handed(self) -> None:
-        self._handed_step = self._at.step
-        self._at = self._ahead.popleft()
-        self.epoch = self._at.epoch
-        self.consumed_samples += self._walk.order.stride
-        if self.consumed_samples // self._walk.order.stride >= self._num_batches:
+    def _advance(self) -> None:
+        self._last_step = self._position.step
+        self._position = self._fetched.popleft()
+        self.epoch = self._position.epoch
+        self.consumed_samples += self._order.order.stride
+        if self.consumed_samples // self._order.order.stride >= self._num_batches:
             self.consumed_samples = 0
 
-    def _ended(self) -> None: ...
+    def _finish_epoch(self) -> None: ...
 
     def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Keep the saved seed; with another batch size the walk continues at the same sample."""
+        """Prepare the saved position and seed; with another batch size the order continues at the same sample."""
         names = ("seed", "epoch", "place", "step", "micro_step", "consumed_samples", "num_samples")
-        seed, epoch, place, step, micro_step, consumed, num_samples = whole_numbers(state, *names)
-        if num_samples != self._walk.order.num_samples:
+        seed, epoch, place, step, micro_step, consumed, num_samples = read_counts(state, *names)
+        if num_samples != self._order.order.num_samples:
             raise ValueError(
                 f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
-                f"has {self._walk.order.num_samples}, so the same place would be another sample. Use the same dataset"
+                f"has {self._order.order.num_samples}, so the position would mean another sample. Use the same "
+                "dataset"
             )
         check_below("place", place, num_samples, "samples of a pass")
-        walk = attrs.evolve(self._walk, order=attrs.evolve(self._walk.order, seed=seed))
-        at = Position(epoch=epoch, place=place, step=step, micro_step=micro_step % walk.accumulation)
+        order = attrs.evolve(self._order, order=attrs.evolve(self._order.order, seed=seed))
+        at = Position(epoch=epoch, place=place, step=step, micro_step=micro_step % order.accumulation)
 
         def move() -> None:
-            self._walk, self._at = walk, at
-            self._handed_step = max(step - (micro_step == 0), 0)
+            self._order, self._position = order, at
+            self._last_step = max(step - (micro_step == 0), 0)
             self.epoch, self.consumed_samples = epoch, consumed
 
         return move

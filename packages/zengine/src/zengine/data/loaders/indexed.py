@@ -1,15 +1,19 @@
-"""Loader of indexed datasets: any position is a number."""
+"""Loaders of indexed datasets: in our order (`MapLoader`), or in the order of a user's sampler (`SampledLoader`).
+
+In our order any position is a number: the samples that all ranks have consumed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, final
 
 import attrs
 
-from zengine.data.loaders.base import Loader, check_below, whole_numbers
-from zengine.data.loaders.fetch import Fetching
-from zengine.data.order.order import Order
+from zengine.data.loaders.base import Loader, check_below, do_nothing, prepare_restore, read_counts
+from zengine.data.loaders.fetch import BatchFetcher
+from zengine.data.order.order import BatchIndices, Order
 
 
 @final
@@ -19,8 +23,8 @@ class MapLoader(Loader):
     Invariant: at least one batch is left in the epoch at the position.
     """
 
-    def __init__(self, dataset: Any, order: Order, *, rank: int, drop_last: bool, fetching: Fetching) -> None:
-        super().__init__(dataset, order.micro_batch_size, fetching)
+    def __init__(self, dataset: Any, order: Order, *, rank: int, drop_last: bool, fetcher: BatchFetcher) -> None:
+        super().__init__(dataset, order.micro_batch_size, fetcher)
         self._order = order
         self._rank = rank
         self._drop_last = drop_last
@@ -45,28 +49,28 @@ class MapLoader(Loader):
         }
 
     def _open(self) -> Iterator[Any]:
-        tickets = self._order.tickets(
+        batches = self._order.batches(
             self._rank, epoch=self.epoch, consumed=self.consumed_samples, drop_last=self._drop_last
         )
-        return self._fetching.of_tickets(self.dataset, tickets, self._order.seed)
+        return self._fetcher.fetch_batches(self.dataset, batches, self._order.seed)
 
-    def _handed(self) -> None:
+    def _advance(self) -> None:
         self.consumed_samples += self._order.stride
         self._enter_next_epoch_if_done()
 
-    def _ended(self) -> None: ...
+    def _finish_epoch(self) -> None: ...
 
     def _enter_next_epoch_if_done(self) -> None:
         if self._order.num_batches(drop_last=self._drop_last, consumed=self.consumed_samples) <= 0:
             self.epoch, self.consumed_samples = self.epoch + 1, 0
 
     def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Keep the saved seed, which made the order that the position belongs to.
+        """Prepare the saved position and seed; the seed determines the order.
 
-        With other ranks or another micro-batch size the epoch continues at the same sample.  If fewer samples are
+        With another world size or micro-batch size the epoch continues at the same sample.  If fewer samples are
         left than one micro-batch of all ranks and drop_last is set, they are dropped.
         """
-        seed, epoch, consumed = whole_numbers(state, "seed", "epoch", "consumed_samples")
+        seed, epoch, consumed = read_counts(state, "seed", "epoch", "consumed_samples")
         self._check_same_data(state)
         check_below("consumed_samples", consumed, self._order.num_samples, "samples of an epoch")
 
@@ -78,12 +82,12 @@ class MapLoader(Loader):
         return move
 
     def _check_same_data(self, state: Mapping[str, Any]) -> None:
-        (num_samples,) = whole_numbers(state, "num_samples")
+        (num_samples,) = read_counts(state, "num_samples")
         if num_samples != self._order.num_samples:
             raise ValueError(
                 f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
-                f"has {self._order.num_samples}, so the same place would be another sample. Use the same dataset, or "
-                f"do not load the loader's state and begin a new epoch"
+                f"has {self._order.num_samples}, so the position would mean another sample. Use the same dataset, or "
+                "skip the loader's state and begin a new epoch"
             )
         shuffle = state.get("shuffle", True)
         if not isinstance(shuffle, bool):
@@ -91,5 +95,86 @@ class MapLoader(Loader):
         if shuffle != self._order.shuffle:
             raise ValueError(
                 f"loader state: the position was saved with shuffle={not self._order.shuffle}, this loader has "
-                f"shuffle={self._order.shuffle}. Build the loader as it was"
+                f"shuffle={self._order.shuffle}. Build the loader with the saved value"
             )
+
+
+@final
+class SampledLoader(Loader):
+    """Loads an indexed dataset in the order of `sampler`, which yields the samples of this rank, as torch's do.
+
+    `set_epoch`, if the sampler has it, receives the epoch number.  The position is a number of samples: after a load
+    the loader iterates the sampler and skips that many, which is exact if the order depends on the epoch alone
+    (torch's DistributedSampler; not RandomSampler without a generator).  A sampler with `state_dict` and
+    `load_state_dict` keeps its own position instead, which is exact without workers, since workers prefetch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Iterable[int],
+        batch_size: int,
+        *,
+        world_size: int,
+        seed: int,
+        drop_last: bool,
+        fetcher: BatchFetcher,
+    ) -> None:
+        super().__init__(dataset, batch_size, fetcher)
+        self.sampler = sampler
+        self._world_size = world_size
+        self._seed = seed  # seeds the generators of worker processes
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Return the batches in an epoch.  Raises TypeError unless the sampler has a length."""
+        num_samples = len(self.sampler)  # type: ignore[arg-type]
+        return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
+
+    def epochs_done(self) -> float:
+        try:
+            whole = len(self) * self.batch_size * self._world_size
+        except TypeError:
+            return float(self.epoch)
+        return self.epoch + min(1.0, self.consumed_samples / max(whole, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {epoch, consumed_samples, sampler}; `sampler` is the sampler's state_dict, {} if it has none."""
+        saved = self.sampler.state_dict() if self._has_position() else {}  # type: ignore[attr-defined]
+        return {"epoch": self.epoch, "consumed_samples": self.consumed_samples, "sampler": saved}
+
+    def _has_position(self) -> bool:
+        return hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict")
+
+    def _open(self) -> Iterator[Any]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        return self._fetcher.fetch_batches(self.dataset, self._batch_indices(), self._seed)
+
+    def _batch_indices(self) -> Iterator[BatchIndices]:
+        done = self.consumed_samples // self._world_size
+        samples = iter(self.sampler) if self._has_position() else islice(self.sampler, done, None)
+        while indices := tuple(islice(samples, self.batch_size)):
+            if len(indices) < self.batch_size and self._drop_last:
+                return
+            yield BatchIndices(epoch=self.epoch, begin=done, indices=indices)
+            done += len(indices)
+
+    def _advance(self) -> None:
+        self.consumed_samples += self.batch_size * self._world_size
+
+    def _finish_epoch(self) -> None:
+        self.epoch, self.consumed_samples = self.epoch + 1, 0
+
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        epoch, consumed = read_counts(state, "epoch", "consumed_samples")
+        saved = state.get("sampler", {})
+        restore: Callable[[], None] = do_nothing
+        if saved and self._has_position():
+            restore = prepare_restore(self.sampler, saved, "sampler")
+
+        def move() -> None:
+            restore()
+            self.epoch, self.consumed_samples = epoch, consumed
+
+        return move

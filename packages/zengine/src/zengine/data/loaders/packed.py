@@ -1,4 +1,4 @@
-"""Loader of batches by tokens."""
+"""Loader of batches by tokens (dynamic batching)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, final
 
 import attrs
 
-from zengine.data.files.arrays import digest
-from zengine.data.loaders.base import Loader, check_below, whole_numbers
-from zengine.data.loaders.fetch import Fetching
-from zengine.data.order.order import Ticket
-from zengine.data.order.packing import PackedOrder, Picking
+from zengine.data.loaders.base import Loader, check_below, read_counts
+from zengine.data.loaders.fetch import BatchFetcher
+from zengine.data.metrics import digest
+from zengine.data.order.order import BatchIndices
+from zengine.data.order.packing import PackedOrder, PickingOrder
 
 log = logging.getLogger("zengine.data")
 
@@ -22,26 +22,25 @@ log = logging.getLogger("zengine.data")
 class PackedLoader(Loader):
     """Loads an indexed dataset in micro-batches of about equally many tokens.
 
-    `samples_handed` counts the samples handed to all ranks since this loader was made; learning-rate scaling reads it
-    at a boundary.
+    Learning-rate scaling reads `samples_handed` at an accumulation boundary.
     """
 
-    samples_handed: int
-    last_samples: int  # of all ranks in the micro-step handed last
+    samples_handed: int  # samples that all ranks have received since this loader was made
+    last_samples: int  # samples of all ranks in the last micro-step
 
     def __init__(
-        self, dataset: Any, order: PackedOrder, *, rank: int, micro_batch_size: int, fetching: Fetching
+        self, dataset: Any, order: PackedOrder, *, rank: int, micro_batch_size: int, fetcher: BatchFetcher
     ) -> None:
-        super().__init__(dataset, micro_batch_size, fetching)
+        super().__init__(dataset, micro_batch_size, fetcher)
         self.samples_handed = self.last_samples = 0
         self._order = order
         self._rank = rank
         self._micro_step = 0  # of this epoch
-        self._ahead: deque[int] = deque()  # samples of all ranks in each micro-step that was fetched and not handed
-        self._planned: tuple[int, list[tuple[int, ...]]] = (0, order.micro_batches(0))  # an epoch, its micro-batches
+        self._fetched: deque[int] = deque()  # samples of each micro-step that was fetched, not yet received
+        self._planned: tuple[int, list[tuple[int, ...]]] = (0, order.micro_batches(0))  # (epoch, its micro-batches)
         if order.num_too_long and rank == 0:
             log.warning(
-                "dynamic batching: %d of %d samples are longer than max_tokens = %d and are left out",
+                "dynamic batching: %d of %d samples exceed max_tokens = %d and are dropped",
                 order.num_too_long,
                 order.num_samples,
                 order.packing.max_tokens,
@@ -74,47 +73,50 @@ class PackedLoader(Loader):
         }
 
     def _open(self) -> Iterator[Any]:
-        self._ahead.clear()
-        return self._fetching.of_tickets(self.dataset, self._tickets(), self._order.seed)
+        self._fetched.clear()
+        return self._fetcher.fetch_batches(self.dataset, self._batch_indices(), self._order.seed)
 
-    def _tickets(self) -> Iterator[Ticket]:
+    def _batch_indices(self) -> Iterator[BatchIndices]:
         batches, replicas = self._micro_batches(self.epoch), self._order.replicas
         for begin in range(self._micro_step * replicas, len(batches), replicas):
-            self._ahead.append(sum(map(len, batches[begin : begin + replicas])))
+            self._fetched.append(sum(map(len, batches[begin : begin + replicas])))
             mine = begin + self._rank
-            yield Ticket(epoch=self.epoch, begin=mine, indices=batches[mine])
+            yield BatchIndices(epoch=self.epoch, begin=mine, indices=batches[mine])
 
-    def _handed(self) -> None:
-        self.last_samples = self._ahead.popleft()
+    def _advance(self) -> None:
+        self.last_samples = self._fetched.popleft()
         self.samples_handed += self.last_samples
         self.consumed_samples += self.last_samples
         self._micro_step += 1
         if self._micro_step == len(self):
             self.epoch, self.consumed_samples, self._micro_step = self.epoch + 1, 0, 0
 
-    def _ended(self) -> None: ...
+    def _finish_epoch(self) -> None: ...
 
     def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Keep the saved seed.  With other ranks the same micro-batches follow if a step has as many of them."""
+        """Prepare the saved position and seed.
+
+        With another world size the same micro-batches follow if a step has equally many of them.
+        """
         names = ("seed", "epoch", "consumed_samples", "micro_batches", "per_step", "num_samples")
-        seed, epoch, consumed, micro_batches, per_step, num_samples = whole_numbers(state, *names)
+        seed, epoch, consumed, micro_batches, per_step, num_samples = read_counts(state, *names)
         if num_samples != self._order.num_samples:
             raise ValueError(
                 f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
-                f"has {self._order.num_samples}, so the same place would be another sample. Use the same dataset"
+                f"has {self._order.num_samples}, so the position would mean another sample. Use the same dataset"
             )
         moved = per_step != self._order.per_step
-        if (moved and self._order.packing.picking is Picking.SEQLEN) or micro_batches % self._order.replicas:
+        if (moved and self._order.packing.picking is PickingOrder.SEQLEN) or micro_batches % self._order.replicas:
             raise ValueError(
-                f"loader state: it was saved after {micro_batches} micro-batches of an epoch with {per_step} a "
-                f"step, and this run has {self._order.per_step} a step on {self._order.replicas} ranks, which makes "
-                "another order. Keep train_batch_size and the micro-batch, or do not load the loader's state"
+                f"loader state: it was saved after {micro_batches} micro-batches of an epoch with {per_step} per "
+                f"step, but this run has {self._order.per_step} per step on {self._order.replicas} ranks, which "
+                "is another order. Keep train_batch_size and the micro-batch size, or skip the loader's state"
             )
         order = attrs.evolve(self._order, seed=seed)
         planned = order.micro_batches(epoch)
-        most = num_samples + per_step  # each has a sample, but for those that fill the last step
-        check_below("micro_batches", micro_batches, most + 1, "that an epoch can have")
-        check_below("consumed_samples", consumed, most * order.packing.max_tokens + 1, "that an epoch can have")
+        most = num_samples + per_step  # each has a sample, except padding of the last step
+        check_below("micro_batches", micro_batches, most + 1, "possible in an epoch")
+        check_below("consumed_samples", consumed, most * order.packing.max_tokens + 1, "possible in an epoch")
 
         def move() -> None:
             self._order, self._planned = order, (epoch, planned)

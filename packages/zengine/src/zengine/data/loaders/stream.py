@@ -1,4 +1,4 @@
-"""Loader of iterable datasets, whose position only the stream itself can know."""
+"""Loader of iterable datasets: only the stream itself knows its position."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
-from zengine.data.loaders.base import Loader, named_rehearsal, nothing_to_do, whole_numbers
-from zengine.data.loaders.fetch import Fetching
-from zengine.data.loaders.random_state import generators_untouched
+from zengine.data.loaders.base import Loader, do_nothing, prepare_restore, read_counts
+from zengine.data.loaders.fetch import BatchFetcher, preserve_generators
 
 logger = logging.getLogger("zengine.data")
 
@@ -21,11 +20,11 @@ logger = logging.getLogger("zengine.data")
 class StreamLoader(Loader):
     """Passes an IterableDataset through; its order and its sharding by rank are its own.
 
-    A dataset with `state_dict` and `load_state_dict` keeps the position (if num_workers is 0; otherwise the copies in
-    the workers advance, not the one that is asked).  Without them, a loaded position is reached by reading the stream
-    from its beginning and dropping the consumed batches, with a warning: exact if it yields the same again.  An
-    iteration without a loaded position starts from the beginning.  The state differs by rank if the datasets do.
-    consumed_samples counts in whole batches.
+    A dataset with `state_dict` and `load_state_dict` keeps the position if num_workers is 0; with workers, only their
+    copies of the dataset advance.  Otherwise a loaded position is reached by reading the stream from its beginning
+    and dropping the consumed batches, with a warning: exact if the stream repeats.  An iteration without a loaded
+    position starts from the beginning.  The state differs by rank if the datasets do.  `consumed_samples` counts
+    whole batches.
     """
 
     def __init__(
@@ -36,19 +35,19 @@ class StreamLoader(Loader):
         world_size: int,
         seed: int,
         drop_last: bool,
-        fetching: Fetching,
+        fetcher: BatchFetcher,
     ) -> None:
-        super().__init__(dataset, batch_size, fetching)
+        super().__init__(dataset, batch_size, fetcher)
         self._stride = batch_size * world_size
-        self._seed = seed  # of the generators in worker processes
+        self._seed = seed  # seeds the generators of worker processes
         self._drop_last = drop_last
-        self._to_drop = 0  # batches that were consumed before this process began
-        if fetching.num_workers > 1:
+        self._to_drop = 0  # batches consumed before the loaded position
+        if fetcher.num_workers > 1:
             logger.warning(
-                "%s is a stream and is read by %d worker processes: each yields all of it unless it takes its share "
-                "by torch.utils.data.get_worker_info(). One worker is right for any stream",
+                "%s is a stream read by %d worker processes: each worker yields the whole stream unless the dataset "
+                "shards itself with torch.utils.data.get_worker_info(). num_workers=1 is right for any stream",
                 type(dataset).__name__,
-                fetching.num_workers,
+                fetcher.num_workers,
             )
 
     def __len__(self) -> int:
@@ -64,53 +63,52 @@ class StreamLoader(Loader):
         return self.epoch + min(1.0, self.consumed_samples / max(whole, 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {epoch, consumed_samples, dataset}; `dataset` is its own state_dict, {} without position."""
+        """Return {epoch, consumed_samples, dataset}; `dataset` is the dataset's state_dict, {} if it has none."""
         saved = self.dataset.state_dict() if self._has_position() else {}
         return {"epoch": self.epoch, "consumed_samples": self.consumed_samples, "dataset": saved}
 
     def _has_position(self) -> bool:
         stateful = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
-        return stateful and self._fetching.num_workers == 0
+        return stateful and self._fetcher.num_workers == 0
 
     def _open(self) -> Iterator[Any]:
         to_drop, self._to_drop = self._to_drop, 0
         if not self._has_position():
             self.consumed_samples = to_drop * self._stride
         seed = self._seed + self.epoch
-        batches = self._fetching.of_stream(self.dataset, self.batch_size, drop_last=self._drop_last, seed=seed)
-        with generators_untouched() if to_drop else nullcontext():
+        batches = self._fetcher.fetch_stream(self.dataset, self.batch_size, drop_last=self._drop_last, seed=seed)
+        with preserve_generators() if to_drop else nullcontext():
             for _ in islice(batches, to_drop):
                 pass
         return batches
 
-    def _handed(self) -> None:
+    def _advance(self) -> None:
         self.consumed_samples += self._stride
 
-    def _ended(self) -> None:
+    def _finish_epoch(self) -> None:
         self.epoch, self.consumed_samples = self.epoch + 1, 0
 
     def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        epoch, consumed = whole_numbers(state, "epoch", "consumed_samples")
+        epoch, consumed = read_counts(state, "epoch", "consumed_samples")
         saved, to_drop = state.get("dataset", {}), 0
-        place: Callable[[], None] = nothing_to_do
+        restore: Callable[[], None] = do_nothing
         if saved and self._has_position():
-            place = named_rehearsal(self.dataset, saved, "dataset")
+            restore = prepare_restore(self.dataset, saved, "dataset")
         elif consumed:
             to_drop = consumed // self._stride
 
         def move() -> None:
-            place()
+            restore()
             self._to_drop, self.epoch, self.consumed_samples = to_drop, epoch, consumed
             if to_drop:
-                self._say_dropped(to_drop)
+                self._log_dropped(to_drop)
 
         return move
 
-    def _say_dropped(self, count: int) -> None:
+    def _log_dropped(self, count: int) -> None:
         logger.warning(
-            "%s has no position that could be restored: it is read from its beginning and %d batches are "
-            "dropped, which is exact if it yields the same again. With state_dict and load_state_dict, and "
-            "num_workers=0, it goes on at once",
+            "%s has no position to restore: the loader reads it from its beginning and drops %d batches, which is "
+            "exact if the stream repeats. With state_dict, load_state_dict and num_workers=0 it resumes at once",
             type(self.dataset).__name__,
             count,
         )

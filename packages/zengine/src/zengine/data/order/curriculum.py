@@ -1,18 +1,18 @@
-"""Curriculum order: the samples that a step may see, as pure arithmetic.
+"""Curriculum order: the samples that each step may use, as pure arithmetic.
 
-    walk = CurriculumWalk(order=Order(...), limits=(Limit(...),), steps_per=accumulation)
-    indices, position = walk.take(position)
+    order = CurriculumOrder(order=Order(...), limits=(Limit(...),), accumulation=2)
+    indices, position = order.advance(position, permutations)
 
-The samples of a pass are those of the plain order: one permutation by (seed, pass), the same on every rank and in
-every world.  The curriculum walks along it and skips samples too difficult for the current step.  So no sample
-repeats within a pass, later-admitted samples join in their proportion of the data, and a curriculum at the end of its
-schedule is the plain order.  A position is two numbers, the pass and a place in it; no list of seen samples is kept
-or saved.  Skipped samples come in a later pass.
+A pass follows the plain order: one permutation from (seed, pass), the same at any rank and world size.  The
+curriculum skips samples that are too difficult for the current step.  So no sample repeats within a pass, samples
+that are admitted later join in their proportion of the data, and a curriculum at the end of its schedule is the
+plain order.  A position is two numbers, the pass and a place in it; no list of used samples is kept or saved.
+Skipped samples come in a later pass.
 
-A batch that reaches the end of a pass continues in the next, so all batches are full.
+A batch that reaches the end of a pass continues in the next one, so all batches are full.
 
-Rejected: clusters of samples in files, one per rise of the difficulty, drawn in proportion to their sizes, as in
-DeepSpeed; their bookkeeping has to be saved, and samples repeat while others wait.
+Rejected: clusters of samples in files, one per increase of the difficulty, drawn in proportion to their sizes, as in
+DeepSpeed: their bookkeeping has to be saved, and samples repeat while others wait.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from zengine.data.files.metrics import MetricError, MetricIndex
+from zengine.data.metrics import MetricError, MetricIndex
 from zengine.data.order.order import Indices, Order
 from zengine.data.order.schedules import Schedule
 
-_LOOK_AHEAD = 4096  # places that are looked at in one go
+_WINDOW = 4096  # places tested at once
 
 
-class By(enum.Enum):
+class DifficultyType(enum.Enum):
     """Meaning of a difficulty."""
 
     VALUE = "value"  # samples with a metric of at most the difficulty
     PERCENTILE = "percentile"  # the easiest (difficulty / parts) of all samples
-    NOTHING = "single_cluster"  # no sample is held back; a post-processing function reads the difficulty
+    SINGLE_CLUSTER = "single_cluster"  # all samples are admitted; a post-processing function reads the difficulty
 
 
 @final
@@ -47,71 +47,71 @@ class Limit:
 
     name: str
     schedule: Schedule
-    by: By
-    parts: int  # of percentiles: the difficulty that stands for all samples
+    by: DifficultyType
+    parts: int  # for percentiles: the difficulty that admits all samples
     index: MetricIndex
     places: NDArray[np.int64]  # (num_samples,): the place of each sample in the order of difficulty
 
     @classmethod
-    def make(cls, schedule: Schedule, by: By, index: MetricIndex, parts: int = 100) -> Limit:
+    def make(cls, schedule: Schedule, by: DifficultyType, index: MetricIndex, parts: int = 100) -> Limit:
         return cls(name=index.name, schedule=schedule, by=by, parts=parts, index=index, places=index.places())
 
     def count(self, difficulty: int) -> int:
         """Return the number of easiest samples that are admitted."""
-        if self.by is By.VALUE:
+        if self.by is DifficultyType.VALUE:
             return self.index.count_by_value(difficulty)
-        if self.by is By.PERCENTILE:
+        if self.by is DifficultyType.PERCENTILE:
             return self.index.count_by_percentile(difficulty, self.parts)
         return len(self.places)
 
 
 @attrs.frozen(kw_only=True)
 class Position:
-    """Place in the walk."""
+    """Position in a curriculum order."""
 
-    epoch: int = 0  # passes completed
+    epoch: int = 0  # completed passes
     place: int = 0  # in the permutation of this pass
-    step: int = 0  # optimizer steps whose samples have been taken
-    micro_step: int = 0  # micro-steps of the step that is under way
+    step: int = 0  # completed optimizer steps
+    micro_step: int = 0  # completed micro-steps of the current step
 
 
 @final
 @attrs.frozen(kw_only=True, eq=False)
-class CurriculumWalk:
+class CurriculumOrder:
     """Order of samples under limits, for all ranks together."""
 
     order: Order
     limits: tuple[Limit, ...]
-    accumulation: int  # micro-steps of a step, which share a difficulty
+    accumulation: int  # micro-steps of a step; they share a difficulty
 
     def difficulties(self, step: int) -> dict[str, int]:
-        """Return the difficulty of each metric at `step`, counted from 0; as in DeepSpeed, schedules count from 1."""
+        """Return the difficulty of each metric at `step`, counted from 0; schedules count from 1, as in DeepSpeed."""
         return {limit.name: limit.schedule.at(step + 1) for limit in self.limits}
 
-    def take(self, start: Position, permutations: Mapping[int, Indices]) -> tuple[Indices, Position]:
+    def advance(self, start: Position, permutations: Mapping[int, Indices]) -> tuple[Indices, Position]:
         """Return ((stride,) samples of the next micro-step of all ranks, the position after it).
 
-        permutations: the order of each pass, as `Permutations` makes it.
+        permutations: the order of each pass; see `Permutations`.
 
         Raises:
-            MetricError: no sample is easy enough.
+            MetricError: the limits admit no sample.
         """
         counts = self._counts(start.step)
-        taken: list[Indices] = []
+        parts: list[Indices] = []
         missing, epoch, place = self.order.stride, start.epoch, start.place
-        num_before_pass = -1 if place else missing  # what was missing when this pass began; -1: it began earlier
+        num_before_pass = -1 if place else missing  # `missing` when this pass began; -1: it began earlier
         while missing:
-            found, place = self._admitted(permutations[epoch], place, missing, counts)
-            taken.append(found)
+            found, place = self._find_admitted(permutations[epoch], place, missing, counts)
+            parts.append(found)
             missing -= len(found)
             if place < self.order.num_samples:
                 continue
             if missing == num_before_pass:
-                raise self._nothing(start.step)
+                raise self._no_sample_error(start.step)
             epoch, place, num_before_pass = epoch + 1, 0, missing
         micro_step = (start.micro_step + 1) % self.accumulation
         step = start.step + (micro_step == 0)
-        return np.concatenate(taken), Position(epoch=epoch, place=place, step=step, micro_step=micro_step)
+        return np.concatenate(parts), Position(epoch=epoch, place=place, step=step, micro_step=micro_step)
 
     def _counts(self, step: int) -> list[tuple[Limit, int]]:
         """Return the limits that exclude samples, with their counts."""
@@ -119,12 +119,12 @@ class CurriculumWalk:
         counts = [(limit, limit.count(difficulties[limit.name])) for limit in self.limits]
         return [(limit, count) for limit, count in counts if count < self.order.num_samples]
 
-    def _admitted(
+    def _find_admitted(
         self, permutation: Indices, place: int, wanted: int, counts: list[tuple[Limit, int]]
     ) -> tuple[Indices, int]:
         """Return up to `wanted` admitted samples from `place` on, and the place after the last one visited."""
         while place < len(permutation):
-            window = permutation[place : place + max(_LOOK_AHEAD, wanted)]
+            window = permutation[place : place + max(_WINDOW, wanted)]
             easy = np.ones(len(window), dtype=bool)
             for limit, count in counts:
                 easy &= limit.places[window] < count
@@ -135,31 +135,31 @@ class CurriculumWalk:
             place += len(window)
         return permutation[:0], place
 
-    def _nothing(self, step: int) -> MetricError:
-        told = ", ".join(
-            f"{limit.name} {'<=' if limit.by is By.VALUE else 'percentile'} {limit.schedule.at(step + 1)} "
-            f"(admits {limit.count(limit.schedule.at(step + 1))} of {len(limit.places)}; the smallest is "
-            f"{limit.index.metrics[0]})"
+    def _no_sample_error(self, step: int) -> MetricError:
+        limits = ", ".join(
+            f"{limit.name} {'<=' if limit.by is DifficultyType.VALUE else 'percentile'} "
+            f"{limit.schedule.at(step + 1)} (admits {limit.count(limit.schedule.at(step + 1))} of "
+            f"{len(limit.places)}; the smallest is {limit.index.metrics[0]})"
             for limit in self.limits
-            if limit.by is not By.NOTHING
+            if limit.by is not DifficultyType.SINGLE_CLUSTER
         )
         return MetricError(
-            f"no sample is easy enough for step {step + 1} of the curriculum: {told}. Raise min_difficulty until the "
-            "limits together admit some"
+            f"the limits of curriculum step {step + 1} admit no sample: {limits}. Raise min_difficulty until the "
+            "limits together admit samples"
         )
 
 
 class Permutations(Mapping[int, Indices]):
-    """Permutation of each pass, caching the last one."""
+    """Permutation of each pass; caches the last one."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._epoch, self._kept = -1, np.empty(0, dtype=np.int64)
+        self._epoch, self._cached = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, epoch: int) -> Indices:
         if epoch != self._epoch:
-            self._epoch, self._kept = epoch, self._order.permutation(epoch)
-        return self._kept
+            self._epoch, self._cached = epoch, self._order.permutation(epoch)
+        return self._cached
 
     def __iter__(self) -> Iterator[int]:
         yield from (self._epoch,)
@@ -168,6 +168,6 @@ class Permutations(Mapping[int, Indices]):
         return 1
 
 
-def replaced(limits: tuple[Limit, ...], schedules: Mapping[str, Any]) -> tuple[Limit, ...]:
-    """Return the limits with other schedules."""
+def with_schedules(limits: tuple[Limit, ...], schedules: Mapping[str, Any]) -> tuple[Limit, ...]:
+    """Return the limits with `schedules` by name."""
     return tuple(attrs.evolve(limit, schedule=schedules[limit.name]) for limit in limits)

@@ -24,18 +24,18 @@ Indices = NDArray[np.int64]
 
 
 @attrs.frozen(kw_only=True)
-class Ticket:
-    """One micro-batch of one rank: everything that determines its content."""
+class BatchIndices:
+    """Samples of one micro-batch of one rank, and what seeds their random draws."""
 
     epoch: int
-    begin: int  # position of the first sample in the epoch; unique among ranks
+    begin: int  # position of the first sample in the epoch; differs between ranks
     indices: tuple[int, ...]  # samples of the dataset, micro_batch_size of them
 
 
 def _at_least(low: int) -> Any:
     def check(instance: object, attribute: Any, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(f"{attribute.name} must be a whole number of at least {low}, got {value!r}")
+            raise ValueError(f"{attribute.name} must be an integer >= {low}, got {value!r}")
 
     return check
 
@@ -48,7 +48,7 @@ class Order:
     """
 
     num_samples: int = attrs.field(validator=_at_least(0))  # in the dataset
-    micro_batch_size: int = attrs.field(validator=_at_least(1))  # samples of one rank a micro-step
+    micro_batch_size: int = attrs.field(validator=_at_least(1))  # samples of one rank in a micro-step
     world_size: int = attrs.field(default=1, validator=_at_least(1))  # ranks that share the data
     seed: int = attrs.field(default=0, validator=_at_least(0))
     shuffle: bool = True  # False: every epoch is 0, 1, 2, ...
@@ -60,7 +60,7 @@ class Order:
             raise ValueError(
                 f"the dataset has {self.num_samples} samples, fewer than one micro-batch of all ranks: "
                 f"micro_batch_size {self.micro_batch_size} x {self.world_size} ranks = {self.stride}. "
-                f"Use a smaller micro-batch, fewer ranks or more data"
+                "Use a smaller micro-batch, fewer ranks or more data"
             )
 
     @property
@@ -69,7 +69,7 @@ class Order:
         return self.micro_batch_size * self.world_size
 
     def permutation(self, epoch: int) -> Indices:
-        """Return (num_samples,) int64: the samples in the order of `epoch`, equal on all ranks and in all worlds."""
+        """Return (num_samples,) int64: the samples in the order of `epoch`, equal at any rank and world size."""
         if not self.shuffle:
             return np.arange(self.num_samples, dtype=np.int64)
         keys = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_samples)
@@ -78,16 +78,16 @@ class Order:
     def num_batches(self, *, drop_last: bool, consumed: int = 0) -> int:
         """Return the micro-steps left in an epoch after `consumed` samples.
 
-        A rest smaller than a stride is dropped (drop_last) or makes one more micro-step, padded from the start of the
-        same permutation, so that all ranks have equally many batches of equal size.
+        A remainder smaller than a stride is dropped (drop_last) or makes one more micro-step, padded from the start
+        of the same permutation, so that all ranks have equally many batches of equal size.
         """
-        rest = self.num_samples - consumed
-        return rest // self.stride if drop_last else -(-rest // self.stride)
+        left = self.num_samples - consumed
+        return left // self.stride if drop_last else -(-left // self.stride)
 
-    def tickets(self, rank: int, *, epoch: int, consumed: int, drop_last: bool) -> Iterator[Ticket]:
+    def batches(self, rank: int, *, epoch: int, consumed: int, drop_last: bool) -> Iterator[BatchIndices]:
         """Yield the micro-batches of `rank` in the rest of `epoch` after `consumed` samples."""
         order = self.permutation(epoch)
         for batch in range(self.num_batches(drop_last=drop_last, consumed=consumed)):
             begin = consumed + batch * self.stride + rank * self.micro_batch_size
             places = np.arange(begin, begin + self.micro_batch_size) % self.num_samples
-            yield Ticket(epoch=epoch, begin=begin, indices=tuple(order[places].tolist()))
+            yield BatchIndices(epoch=epoch, begin=begin, indices=tuple(order[places].tolist()))

@@ -2,8 +2,8 @@
 
     FixedRoot(low=8, high=64, steps=100, multiple=8).at(50)    # 32: the schedule of fixed_linear (degree 1)
 
-A difficulty is any limit of a curriculum: tokens of a sequence, a percentile, tokens that a layer sees.  It depends
-on the step alone, so there is nothing to save, and a resumed run continues at the step counter.
+A difficulty is any limit of a curriculum: tokens of a sequence, a percentile, tokens that a layer processes.  It
+depends on the step alone, so there is nothing to save, and a resumed run continues at the step counter.
 
 The formulas equal DeepSpeed's exactly, oddities included: rounding down to a multiple may give less than `low`, even
 0, and a `high` that is no multiple is reached a little after `steps`.
@@ -36,12 +36,12 @@ class FixedRoot:
     low: int  # at step 0
     high: int  # at the end
     steps: int  # T: steps of the curriculum
-    multiple: int = 1  # what d is rounded down to
-    degree: float = 1.0  # r: 2 grows fast first and slowly then
+    multiple: int = 1  # d is rounded down to a multiple of it
+    degree: float = 1.0  # r: 2 grows fast first, then slowly
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.low <= self.high:
-            raise ValueError(f"a schedule grows from its minimum to its maximum, got {self.low} and {self.high}")
+            raise ValueError(f"a schedule needs 0 <= minimum <= maximum, got {self.low} and {self.high}")
         if self.steps < 1 or self.multiple < 1 or self.degree <= 0:
             raise ValueError(
                 f"steps ({self.steps}) and multiple ({self.multiple}) must be at least 1, and degree "
@@ -66,12 +66,12 @@ class FixedDiscrete:
     def __attrs_post_init__(self) -> None:
         if not self.difficulties or len(self.until) != len(self.difficulties) - 1:
             raise ValueError(
-                f"every difficulty but the last has a last step: {len(self.difficulties)} difficulties need "
+                f"every difficulty except the last needs a last step: {len(self.difficulties)} difficulties need "
                 f"{max(len(self.difficulties) - 1, 0)} steps, got {len(self.until)}"
             )
         if any(value < 0 for value in self.difficulties) or list(self.until) != sorted(set(self.until)):
             raise ValueError(
-                f"difficulties must be at least 0 and their last steps increase, got {list(self.difficulties)} and "
+                f"difficulties must be >= 0 and their last steps must increase, got {list(self.difficulties)} and "
                 f"{list(self.until)}"
             )
 
@@ -87,44 +87,48 @@ class FixedDiscrete:
 @final
 @attrs.frozen(kw_only=True)
 class Custom:
-    """Schedule of the caller (step -> difficulty), truncated to an integer and clamped to 0..`high`."""
+    """User-defined schedule (step -> difficulty), truncated to an integer and clamped to 0..`high`."""
 
     low: int
     high: int
-    law: Callable[[int], int] | None = None  # None until it is set
+    function: Callable[[int], int] | None = None  # None until set
 
     def at(self, step: int) -> int:
-        """Return the caller's difficulty at `step`.
+        """Return the difficulty at `step`.
 
         Raises:
             RuntimeError: no function has been set.
         """
-        if self.law is None:
+        if self.function is None:
             raise RuntimeError(
-                'the curriculum has "schedule_type": "custom" and no function yet: call '
+                'the curriculum has "schedule_type": "custom" but no function: call '
                 "engine.set_custom_curriculum_learning_schedule(function) before the first step, with a function "
                 "from the step to a difficulty (a dict of such functions by metric for data_efficiency)"
             )
-        return max(0, min(int(self.law(step)), self.high))
+        return max(0, min(int(self.function(step)), self.high))
 
 
-def with_laws(
-    schedules: Mapping[str, Schedule], laws: Mapping[str, Callable[[int], int]] | Callable[[int], int]
+def with_custom_functions(
+    schedules: Mapping[str, Schedule], functions: Mapping[str, Callable[[int], int]] | Callable[[int], int]
 ) -> dict[str, Schedule]:
-    """Return `schedules` with the caller's functions in the custom ones; one function serves a single one.
+    """Return `schedules` with the functions of the custom ones set; a bare function serves a single custom schedule.
 
     Raises:
-        ValueError: a function for a metric without custom schedule, or one function for several metrics.
+        ValueError: a function for a metric without a custom schedule, or a bare function for several metrics.
     """
     custom = [name for name, schedule in schedules.items() if isinstance(schedule, Custom)]
-    named = dict.fromkeys(custom[:1] if len(custom) == 1 else (), laws) if callable(laws) else dict(laws)
-    strangers = sorted(set(named) - set(custom))
-    if strangers or not named:
+    named = (
+        dict.fromkeys(custom[:1] if len(custom) == 1 else (), functions) if callable(functions) else dict(functions)
+    )
+    unknown = sorted(set(named) - set(custom))
+    if unknown or not named:
         raise ValueError(
-            f"a custom schedule was given for {', '.join(strangers) or 'no metric by name'}; metrics with "
+            f"got a custom schedule for {', '.join(unknown) or 'no metric by name'}; metrics with "
             f'"schedule_type": "custom" are: {", ".join(custom) or "none"}. Pass a dict of functions by metric'
         )
     return {
-        name: attrs.evolve(schedule, law=named[name]) if isinstance(schedule, Custom) and name in named else schedule
+        name: attrs.evolve(schedule, function=named[name])
+        if isinstance(schedule, Custom) and name in named
+        else schedule
         for name, schedule in schedules.items()
     }

@@ -1,6 +1,6 @@
-"""`deepspeed.accelerator.get_accelerator()`: the device that this process computes on, as DeepSpeed's scripts ask.
+"""`deepspeed.accelerator.get_accelerator()`: the device of this process, by DeepSpeed's names.
 
-Two classes: a CPU answers every question about memory with the process's own, and has no streams.
+Two classes, for CUDA and the CPU.  On the CPU, memory is the process's own, and there are no streams.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ __all__ = ["CpuAccelerator", "CudaAccelerator", "get_accelerator"]
 
 @functools.cache
 def get_accelerator() -> Any:
-    """CUDA where there is one, else the CPU; DS_ACCELERATOR (cpu or cuda) decides otherwise."""
+    """Return the CUDA accelerator if there is one, else the CPU's; DS_ACCELERATOR (cpu or cuda) overrides."""
     wanted = os.environ.get("DS_ACCELERATOR", "")
     if wanted not in ("", "cpu", "cuda"):
-        raise ValueError(
-            f"DS_ACCELERATOR={wanted!r}: zengine computes on cpu and cuda; unset it or name one of them."
-        )
+        raise ValueError(f"DS_ACCELERATOR={wanted!r}: zengine runs on cpu and cuda; unset it or set one of them.")
     if wanted == "cuda" or (not wanted and torch.cuda.is_available()):
         return CudaAccelerator()
     return CpuAccelerator()

@@ -1,4 +1,4 @@
-"""The CPU, as DeepSpeed's accelerators answer."""
+"""CPU accelerator, with the methods of DeepSpeed's accelerators."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PAGE_NBYTES = resource.getpagesize()
 
 
 def _statm(column: int) -> int:
-    """Bytes in a column of this process's memory statistics: 0 all, 1 resident."""
+    """Return the bytes in a column of /proc/self/statm: 0 virtual, 1 resident."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[column]) * _PAGE_NBYTES
 
 
 @final
 class CpuAccelerator:
-    """Memory is the process's own; work is done when a call returns, so streams are contexts that do nothing."""
+    """CPU of this process: memory is the process's, calls are synchronous, and streams are empty contexts."""
 
     _name = "cpu"
     _communication_backend_name = "gloo"
@@ -46,7 +46,7 @@ class CpuAccelerator:
         return 0
 
     def device_count(self) -> int:
-        """Of devices that ranks share out among themselves: one."""
+        """Return 1: the CPU is one device for all ranks of a host."""
         return 1
 
     def set_device(self, device_index: int) -> None: ...
@@ -81,13 +81,13 @@ class CpuAccelerator:
     def empty_cache(self) -> None: ...
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of this process that are resident."""
+        """Return the resident bytes of this process."""
         return _statm(1)
 
     memory_reserved = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most that were."""
+        """Return the peak of the resident bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     max_memory_reserved = max_memory_allocated
@@ -97,18 +97,18 @@ class CpuAccelerator:
     reset_max_memory_allocated = reset_peak_memory_stats
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the host."""
+        """Return the memory of the host, in bytes."""
         return _meminfo("MemTotal")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the host that are free, or could be."""
+        """Return the available memory of the host, in bytes."""
         return _meminfo("MemAvailable")
 
     def is_bf16_supported(self) -> bool:
         return True
 
     def is_fp16_supported(self) -> bool:
-        """True: fp16 trains on a CPU here, so that its logic can be tested."""
+        """Return True: fp16 trains on a CPU, so that its logic can be tested."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -1,4 +1,4 @@
-"""A GPU, as DeepSpeed's accelerators answer: torch.cuda under their names."""
+"""CUDA accelerator: torch.cuda, with the methods of DeepSpeed's accelerators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["CudaAccelerator"]
 
-_PASSED_ON = frozenset(
+_FORWARDED = frozenset(
     (
         *("is_available", "current_device", "device_count", "set_device", "synchronize", "device"),
         *("manual_seed", "manual_seed_all", "initial_seed", "get_rng_state", "set_rng_state"),
@@ -23,16 +23,16 @@ _PASSED_ON = frozenset(
 
 @final
 class CudaAccelerator:
-    """What torch.cuda has under the same name is torch.cuda's."""
+    """CUDA device of this process; names in _FORWARDED are torch.cuda's own."""
 
     _name = "cuda"
     _communication_backend_name = "nccl"
     _nvtx: Any = torch.cuda.nvtx
 
     def __getattr__(self, name: str) -> Any:
-        if name in _PASSED_ON:
+        if name in _FORWARDED:
             return getattr(torch.cuda, name)
-        raise AttributeError(f"get_accelerator() has no {name!r} here: it answers what scripts ask about a GPU")
+        raise AttributeError(f"get_accelerator() has no {name!r}; use torch.cuda")
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -54,11 +54,11 @@ class CudaAccelerator:
         return [torch.float32, torch.float16, *halves]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device."""
+        """Return the memory of the device, in bytes."""
         return int(torch.cuda.mem_get_info(device_index)[1])
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device that are free."""
+        """Return the free memory of the device, in bytes."""
         return int(torch.cuda.mem_get_info(device_index)[0])
 
     def range_push(self, message: str) -> None:

@@ -11,9 +11,9 @@ __all__ = ["clone_tensors_for_torch_save"]
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A deep copy of dicts, lists and tuples whose tensors are on `device`, each in memory of exactly its size.
+    """Return a deep copy of dicts, lists and tuples with tensors on `device`, each in a storage of exactly its size.
 
-    A weight is a view of a flat buffer, and torch.save writes whole buffers.  Tensors that were one stay one.
+    A weight is a view of a flat buffer, and torch.save writes whole buffers.  Tied tensors stay tied.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -27,9 +27,9 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
                 copies[key] = own.to(device, copy=True).contiguous()
             return copies[key]
         if isinstance(value, dict):
-            made = type(value)()
-            made.update({name: copied(each) for name, each in value.items()})
-            return made
+            copy = type(value)()
+            copy.update({name: copied(each) for name, each in value.items()})
+            return copy
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             return type(value)(copied(each) for each in value)
         return value

@@ -1,8 +1,8 @@
-"""Keywords of the collectives that nobody here needs, and those that are misspelt.
+"""Logging keywords of DeepSpeed's collectives: accepted and ignored; any other unknown keyword raises.
 
-DeepSpeed's logger adds `prof`, `log_name` and `debug` to every collective.  Programs pass them, so they are taken
-and dropped.  To drop whatever comes would drop `asynch_op=True` as well, and the caller would go on as if he had a
-handle.
+DeepSpeed's logger adds `prof`, `log_name` and `debug` to every collective, and programs pass them.  Rejected:
+ignoring every unknown keyword, since a misspelt `asynch_op=True` would be ignored too, and the caller would continue
+without a handle.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ R = TypeVar("R")
 LOGGING = frozenset({"prof", "log_name", "debug"})
 
 
-def takes_logging(verb: Callable[..., R]) -> Callable[..., R]:
-    """`verb`, which may be called with the arguments of DeepSpeed's logger as well.
+def accept_logging_keywords(verb: Callable[..., R]) -> Callable[..., R]:
+    """Return `verb` with the keywords of DeepSpeed's logger accepted too.
 
-    A keyword that neither knows is a TypeError with the nearest one.
+    Another unknown keyword raises TypeError with the nearest known one.
     """
     own = frozenset(inspect.signature(verb).parameters)
 
@@ -34,7 +34,7 @@ def takes_logging(verb: Callable[..., R]) -> Callable[..., R]:
 
 
 def _is_known(name: str, verb: Callable[..., Any], own: frozenset[str]) -> bool:
-    """False for an argument of the logger, which is to be dropped; TypeError for others."""
+    """Return False for a logging keyword.  Raises TypeError for any other."""
     if name in LOGGING:
         return False
     from zengine.config.grammar.suggest import nearest

@@ -1,7 +1,7 @@
-"""`deepspeed.comm.configure` and `log_summary`: a tally of every collective of this process since it was switched on.
+"""`deepspeed.comm.configure` and `log_summary`: statistics of the collectives of this process.
 
-DeepSpeed keeps one logger a process, and so does this: its functions have no argument that could carry one.  An
-engine whose config has `comms_logger` counts by itself, and `log_summary` finds it.
+Like DeepSpeed, this keeps one logger per process: its functions have no argument that could carry one.  An engine
+whose config has `comms_logger` counts by itself, and `log_summary` finds it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["configure", "log_summary"]
 
 @final
 @attrs.define(eq=False)
-class _Switch:
-    """The log that is running."""
+class _CurrentLog:
+    """Log in use."""
 
     comms: CommsLog | NoCommsLog = attrs.field(factory=NoCommsLog)
 
-    def turn(self, log: CommsLog | NoCommsLog) -> None:
+    def replace(self, log: CommsLog | NoCommsLog) -> None:
         self.comms.close()
         self.comms = log
 
 
-_switch = _Switch()
+_current = _CurrentLog()
 
 
 def configure(
@@ -42,13 +42,13 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Begin, or end, counting this process's collectives; `prof_ops` names those that count (default: all).
+    """Start or stop counting this process's collectives; `prof_ops` names those to count (default: all).
 
-    deepspeed_config: a dict with a `comms_logger` section, whose values an argument of None takes.
-    verbose, debug: a line a collective; set them in an engine's config, where they are honoured.
+    deepspeed_config: a dict with a `comms_logger` section, which supplies the arguments that are None.
+    verbose, debug: ignored here; an engine's config honours them.
     """
     section = deepspeed_config.get("comms_logger", {}) if isinstance(deepspeed_config, dict) else {}
     wanted = section.get("enabled", False) if enabled is None else enabled
     ops = tuple(section.get("prof_ops", ()) if prof_ops is None else prof_ops)
     every = section.get("prof_all", not ops) if prof_all is None else prof_all
-    _switch.turn(open_log(CommsLog(zcomm.traced, () if every else ops)) if wanted else NoCommsLog())
+    _current.replace(open_log(CommsLog(zcomm.traced, () if every else ops)) if wanted else NoCommsLog())

@@ -1,12 +1,12 @@
 """`deepspeed.comm`: the collectives, with DeepSpeed's arguments.
 
 Sums, maxima and minima of dense tensors, flat gathers and scatters, broadcasts and barriers go through zcomm, so
-that a trace, the comms logger and the diagnosis of a hang know of them; everything else is torch.distributed's.  What
-torch returns for `async_op=True` has `wait()`, and so has what is returned here.
-Objects travel as JSON and not as pickles, which would run whatever arrives: tuples come back as lists.
+that traces, the comms logger and the hang detector see them; the rest is torch.distributed's.  With `async_op=True`
+the result has `wait()`, as torch's does.  Objects are sent as JSON, not as pickles, which could execute code: tuples
+come back as lists.
 
-`prof`, `debug` and `log_name`, which DeepSpeed takes for its logger, are accepted everywhere and unused (but for the
-`log_name` of `all_reduce`, which is the label); another keyword is refused with the name that was meant.
+`prof`, `debug` and `log_name`, for DeepSpeed's logger, are accepted everywhere and ignored (except the `log_name` of
+`all_reduce`, which becomes the label); another unknown keyword raises TypeError with the nearest known one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 import zcomm
-from zengine.deepspeed.comm.keywords import takes_logging
+from zengine.deepspeed.comm.keywords import accept_logging_keywords
 from zengine.deepspeed.comm.world import get_all_ranks_from_group, get_rank, get_world_size
 
 __all__ = [
@@ -53,10 +53,10 @@ __all__ = [
     "send",
 ]
 
-_WORDS = {ReduceOp.SUM: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
+_OPS = {ReduceOp.SUM: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
 
 
-@takes_logging
+@accept_logging_keywords
 def all_reduce(
     tensor: Tensor,
     op: Any = ReduceOp.SUM,
@@ -64,34 +64,34 @@ def all_reduce(
     async_op: bool = False,
     log_name: str = "",
 ) -> Any:
-    """Replace `tensor` on every rank by the sum (or `op`) over the ranks; AVG works on every back end.
+    """Replace `tensor` on every rank by the sum (or `op`) over the ranks; AVG works on every backend.
 
     Returns a handle with wait() for async_op, else None.
     """
     if op == ReduceOp.AVG:
-        handle = _reduced(tensor, "sum", group, log_name)
+        handle = _all_reduce_dense(tensor, "sum", group, log_name)
         averaged = zcomm.after(handle, lambda: _divide(tensor, get_world_size(group)))
-        return _done(averaged, async_op)
-    if op in _WORDS:
-        return _done(_reduced(tensor, _WORDS[op], group, log_name), async_op)
+        return _finish(averaged, async_op)
+    if op in _OPS:
+        return _finish(_all_reduce_dense(tensor, _OPS[op], group, log_name), async_op)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 def inference_all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_reduce`."""
+    """Call `all_reduce`."""
     return all_reduce(tensor, op, group, async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`all_reduce` of several tensors of one dtype as one message."""
+    """All-reduce several tensors of one dtype in one message."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     handle = all_reduce(flat, op, group, True, "coalesced")
 
@@ -99,10 +99,10 @@ def all_reduce_coalesced(
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors])):
             tensor.copy_(part.view_as(tensor))
 
-    return _done(zcomm.after(handle, scatter_back), async_op)
+    return _finish(zcomm.after(handle, scatter_back), async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def reduce(
     tensor: Tensor,
     dst: int,
@@ -110,11 +110,11 @@ def reduce(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """The sum over the ranks, on rank `dst` of the world."""
+    """Reduce to rank `dst` of the world."""
     return dist.reduce(tensor, dst=dst, op=op, group=group, async_op=async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
@@ -126,7 +126,7 @@ def reduce_scatter(
     return dist.reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def reduce_scatter_tensor(
     output_tensor: Tensor,
     tensor: Tensor,
@@ -134,11 +134,11 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Sum `tensor` over the ranks and keep this rank's slice of it, along the first dim, in `output_tensor`."""
-    if op in _WORDS and tensor.is_contiguous() and output_tensor.is_contiguous():
+    """Sum `tensor` over the ranks; `output_tensor` receives this rank's slice along the first dim."""
+    if op in _OPS and tensor.is_contiguous() and output_tensor.is_contiguous():
         source = tensor.reshape(-1).clone()  # zcomm leaves the other slices undefined
-        return _done(
-            zcomm.reduce_scatter(output_tensor.view(-1), source, group, op=_WORDS[op], async_op=True), async_op
+        return _finish(
+            zcomm.reduce_scatter(output_tensor.view(-1), source, group, op=_OPS[op], async_op=True), async_op
         )
     return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
@@ -146,41 +146,41 @@ def reduce_scatter_tensor(
 reduce_scatter_fn = reduce_scatter_base = reduce_scatter_tensor
 
 
-@takes_logging
+@accept_logging_keywords
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Rank i's `tensor` into `tensor_list[i]`."""
+    """Gather rank i's `tensor` into `tensor_list[i]`."""
     return dist.all_gather(list(tensor_list), tensor, group=group, async_op=async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def all_gather_into_tensor(
     output_tensor: Tensor,
     tensor: Tensor,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Every rank's `tensor` into `output_tensor`, one after the other."""
+    """Gather every rank's `tensor` into `output_tensor`, concatenated in rank order."""
     if tensor.is_contiguous() and output_tensor.is_contiguous():
-        return _done(zcomm.all_gather(output_tensor.view(-1), tensor.view(-1), group, async_op=True), async_op)
+        return _finish(zcomm.all_gather(output_tensor.view(-1), tensor.view(-1), group, async_op=True), async_op)
     return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
 
 
 allgather_fn = all_gather_base = all_gather_into_tensor
 
 
-@takes_logging
+@accept_logging_keywords
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor],
     input_tensors: Sequence[Tensor],
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`all_gather_into_tensor` of several pairs of one dtype as one message."""
+    """Gather several (output, input) pairs of one dtype in one message; see `all_gather_into_tensor`."""
     size = get_world_size(group)
     mine = torch.cat([tensor.reshape(-1) for tensor in input_tensors])
     whole = mine.new_empty(size * mine.numel())
@@ -193,33 +193,33 @@ def all_gather_coalesced(
             output.copy_(rows.reshape(output.shape))
             start += tensor.numel()
 
-    return _done(zcomm.after(handle, distribute), async_op)
+    return _finish(zcomm.after(handle, distribute), async_op)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
-    """Rank i's `obj`, as JSON, into `object_list[i]`.  TypeError on every rank for what JSON cannot hold."""
+    """Gather rank i's `obj`, as JSON, into `object_list[i]`.  Raises TypeError if JSON cannot hold it."""
     object_list[:] = zcomm.all_gather_object(obj, group)
 
 
-@takes_logging
+@accept_logging_keywords
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Rank `src` (of the world)'s `tensor` on every rank."""
+    """Broadcast `tensor` from rank `src` of the world."""
     if tensor.is_contiguous():
         source = get_all_ranks_from_group(group).index(src) if group is not None else src
-        return _done(zcomm.broadcast(tensor, group, source=source, async_op=True), async_op)
+        return _finish(zcomm.broadcast(tensor, group, source=source, async_op=True), async_op)
     return dist.broadcast(tensor, src=src, group=group, async_op=async_op)
 
 
 def broadcast_object_list(
     object_list: list[Any], src: int, group: ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Rank `src` (of the world)'s objects, as JSON, in every rank's list.  TypeError for what JSON cannot hold."""
+    """Broadcast the objects of rank `src` of the world, as JSON.  Raises TypeError if JSON cannot hold them."""
     is_sender = get_rank() == src
     everyone = zcomm.all_gather_object(object_list if is_sender else None, group)
     object_list[:] = everyone[get_all_ranks_from_group(group).index(src)]
 
 
-@takes_logging
+@accept_logging_keywords
 def all_to_all_single(
     output: Tensor,
     tensor: Tensor,
@@ -228,7 +228,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Slice r of `tensor` to rank r, and what rank r sends into slice r of `output`."""
+    """Send slice r of `tensor` to rank r; slice r of `output` comes from rank r."""
     received = None if output_split_sizes is None else list(output_split_sizes)
     sent = None if input_split_sizes is None else list(input_split_sizes)
     return dist.all_to_all_single(output, tensor, received, sent, group=group, async_op=async_op)
@@ -240,7 +240,10 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`input_tensor_list[r]` to rank r; equal sizes on every back end, other sizes where it knows all_to_all."""
+    """Send `input_tensor_list[r]` to rank r.
+
+    Equal sizes work on every backend, other sizes on backends with all_to_all.
+    """
     if len({tensor.shape for tensor in (*output_tensor_list, *input_tensor_list)}) != 1:
         return dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group=group, async_op=async_op)
     sent = torch.stack(list(input_tensor_list)).view(-1)
@@ -251,10 +254,10 @@ def all_to_all(
         for output, part in zip(output_tensor_list, received.chunk(len(output_tensor_list))):
             output.copy_(part.view_as(output))
 
-    return _done(zcomm.after(handle, distribute), async_op)
+    return _finish(zcomm.after(handle, distribute), async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
@@ -262,11 +265,11 @@ def gather(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Every rank's `tensor` in `gather_list` of rank `dst`."""
+    """Gather every rank's `tensor` into `gather_list` of rank `dst`."""
     return dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -274,57 +277,57 @@ def scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`scatter_list[r]` of rank `src` into rank r's `tensor`."""
+    """Scatter `scatter_list[r]` of rank `src` into rank r's `tensor`."""
     return dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op)
 
 
-@takes_logging
+@accept_logging_keywords
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
-    """Send `tensor` to rank `dst`; returns when it may be reused."""
+    """Send `tensor` to rank `dst`; return when it may be reused."""
     dist.send(tensor, dst, group=group, tag=tag)
 
 
-@takes_logging
+@accept_logging_keywords
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
-    """Receive into `tensor`; returns the sender's rank."""
+    """Receive into `tensor`; return the sender's rank."""
     return int(dist.recv(tensor, src, group=group, tag=tag))
 
 
-@takes_logging
+@accept_logging_keywords
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
-    """Send in the background."""
+    """Send asynchronously; return a handle."""
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
-@takes_logging
+@accept_logging_keywords
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Any:
-    """Receive in the background."""
+    """Receive asynchronously; return a handle."""
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
-@takes_logging
+@accept_logging_keywords
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> None:
-    """Return when every rank has come here.  An asynchronous one is refused: nothing could wait for it."""
+    """Wait until every rank of `group` calls.  Raises ValueError for async_op=True."""
     if async_op:
-        raise ValueError("barrier(async_op=True) is not available: a barrier that nobody waits for is none.")
+        raise ValueError("barrier(async_op=True) is not available; call barrier() without async_op.")
     zcomm.barrier(group)
 
 
-@takes_logging
+@accept_logging_keywords
 def monitored_barrier(
     group: ProcessGroup | None = None,
     timeout: timedelta | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """A barrier that names the rank that did not come: over Gloo torch's, elsewhere zcomm's, whose errors do so."""
+    """Wait until every rank calls; an error names the missing rank.  torch's on Gloo, otherwise zcomm's."""
     if get_world_size(group) > 1 and dist.get_backend(group) == "gloo":
         dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
     elif get_rank(group) >= 0:
         zcomm.barrier(group, label="monitored_barrier")
 
 
-def _reduced(tensor: Tensor, op: str, group: ProcessGroup | None, label: str) -> zcomm.Handle:
-    """Of a tensor of any strides: torch's own gives wrong numbers for one that is not dense."""
+def _all_reduce_dense(tensor: Tensor, op: str, group: ProcessGroup | None, label: str) -> zcomm.Handle:
+    """All-reduce a tensor of any strides; torch's all_reduce gives wrong values unless it is dense."""
     dense = tensor.contiguous()
     handle = zcomm.all_reduce(dense, group, op=op, async_op=True, label=label)
     return handle if dense is tensor else zcomm.after(handle, lambda: _write(tensor, dense))
@@ -338,8 +341,8 @@ def _divide(tensor: Tensor, size: int) -> None:
     tensor.div_(size)
 
 
-def _done(handle: zcomm.Handle, async_op: bool) -> zcomm.Handle | None:
-    """The handle, or None once it has been waited for."""
+def _finish(handle: zcomm.Handle, async_op: bool) -> zcomm.Handle | None:
+    """Return the handle if `async_op`; otherwise wait and return None."""
     if async_op:
         return handle
     handle.wait()

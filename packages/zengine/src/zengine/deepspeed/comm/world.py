@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: joining the others, and who is who."""
+"""`deepspeed.comm`: process groups, ranks and sizes."""
 
 from __future__ import annotations
 
@@ -45,23 +45,22 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the other processes of this run; does nothing where a default group exists.
+    """Create the default process group; does nothing if there is one.
 
-    dist_backend: "nccl", "gloo", None for the one that suits the machine; others go to torch.distributed as they are.
+    dist_backend: "nccl", "gloo", or None for the device's; others are passed to torch.distributed.
     timeout: of the rendezvous and of each collective; default DEEPSPEED_TIMEOUT minutes, or 10.
-    init_method, rank, world_size: passed to torch.distributed; without them the environment tells (torchrun, SLURM,
-        MPI).
-    auto_mpi_discovery, verbose, config: accepted; the environment is always looked at, and nothing is printed.
+    init_method, rank, world_size: passed to torch.distributed; default: the environment (torchrun, SLURM, MPI).
+    auto_mpi_discovery, verbose, config: ignored; the environment is always read, and nothing is printed.
 
-    Raises zcomm.RendezvousFailed when the others do not come, ValueError when dist_init_required is False and there
-    is no group.
+    Raises zcomm.RendezvousFailed if ranks are missing, ValueError if dist_init_required is False and there is no
+    default process group.
     """
     if is_initialized():
         return
     if dist_init_required is False:
         raise ValueError(
-            "init_distributed(dist_init_required=False): torch.distributed has no default process group. Make one "
-            "first, or leave dist_init_required out."
+            "init_distributed(dist_init_required=False): torch.distributed has no default process group. Create "
+            "one first, or omit dist_init_required."
         )
     if init_method is not None or dist_backend not in (None, "nccl", "gloo"):
         dist.init_process_group(
@@ -77,77 +76,77 @@ def init_distributed(
 
 
 def is_available() -> bool:
-    """Return whether torch was built with torch.distributed."""
+    """Return True if torch was built with torch.distributed."""
     return bool(dist.is_available())
 
 
 def is_initialized() -> bool:
-    """Return whether there is a default process group."""
+    """Return True if there is a default process group."""
     return is_available() and bool(dist.is_initialized())
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Destroy a group; the default one without an argument."""
+    """Destroy `group`, by default the default process group."""
     dist.destroy_process_group(group)
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in `group`; 0 where there is no process group."""
+    """Return this process's rank in `group`; 0 without a process group."""
     return int(dist.get_rank(group)) if is_initialized() else 0
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Ranks in `group`; 1 where there is no process group."""
+    """Return the number of ranks in `group`; 1 without a process group."""
     return int(dist.get_world_size(group)) if is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """This process's rank within its host."""
+    """Return this process's rank within its host."""
     return zcomm.detect().local_rank
 
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """The rank in the world of `group_rank` in `group`."""
+    """Return the global rank of `group_rank` in `group`."""
     return group_rank if group is None else int(dist.get_global_rank(group, group_rank))
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """The world's ranks that are in `group`, in its order."""
+    """Return the global ranks of `group`, in its order."""
     return [get_global_rank(group, index) for index in range(get_world_size(group))]
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """A group of these ranks; every rank of the world must call."""
+    """Create a group of `ranks`; every rank of the world must call."""
     return dist.new_group(None if ranks is None else list(ranks), **options)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """A DeviceMesh over all ranks; every rank must call."""
+    """Create a DeviceMesh over all ranks; every rank must call."""
     init_distributed()
     kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
     return zcomm.make_mesh(kind, **dict(zip(mesh_dim_names, mesh_shape, strict=True)))
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Always: every torch that is supported has it."""
+    """Return True: every supported torch has it."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Always."""
+    """Return True."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
-    """Always: see `all_reduce_coalesced`."""
+    """Return True; see `all_reduce_coalesced`."""
     return True
 
 
 def has_coalescing_manager() -> bool:
-    """Never: coalesced collectives send one flat tensor instead."""
+    """Return False: coalesced collectives send one flat tensor instead."""
     return False

@@ -1,4 +1,4 @@
-"""`deepspeed.init_inference` and what it returns."""
+"""`deepspeed.init_inference` and its engine."""
 
 from __future__ import annotations
 

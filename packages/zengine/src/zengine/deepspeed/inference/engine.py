@@ -1,7 +1,7 @@
-"""`init_inference`: a model in one dtype, on the device, without gradients; shared by several ranks if they are told.
+"""`init_inference`: a model in one dtype, on the device, without gradients; with tensor or expert parallelism.
 
-Ranks that share layers (tensor parallel) give the same inputs, make the same calls, and all get the whole outputs.
-Ranks that share experts may have inputs of their own, but call equally often: each call exchanges tokens.
+Tensor-parallel ranks pass the same inputs, make the same calls, and all get the whole outputs.  Expert-parallel ranks
+may pass different inputs but must call equally often: each call exchanges tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zengine.build.tensor_parallel import TRIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting, weights
-from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merged
+from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
 
 __all__ = ["InferenceEngine", "init_inference"]
 
@@ -23,32 +23,32 @@ log = logging.getLogger("zengine")
 
 
 class InferenceEngine(nn.Module):
-    """Runs `module` without gradients; anything else is asked of the module itself (`engine.generate`, ...)."""
+    """Runs `module` without gradients; other attributes are the module's."""
 
     def __init__(self, module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         super().__init__()
-        self.module = _prepared(module, config).eval()
+        self.module = _prepare(module, config).eval()
         self._limit = config.max_out_tokens
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's value, computed without gradients."""
+        """Run the module without gradients."""
         with torch.no_grad():
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `generate`, for prompts and answers of max_out_tokens at most.
+        """Call the module's `generate`, for at most max_out_tokens tokens of prompt and answer.
 
-        Raises ValueError beyond that, AttributeError where the module cannot generate.
+        Raises ValueError above that, AttributeError if the module has no `generate`.
         """
         make = getattr(self.module, "generate", None)
         if make is None:
-            raise AttributeError(f"{type(self.module).__name__} has no generate(): call the engine itself")
+            raise AttributeError(f"{type(self.module).__name__} has no generate(); call the engine itself")
         prompt = kwargs.get("input_ids", args[0] if args else None)
         length = prompt.shape[-1] if isinstance(prompt, Tensor) else 0
         total = max(length + int(kwargs.get("max_new_tokens") or 0), int(kwargs.get("max_length") or 0))
         if total > self._limit:
             raise ValueError(
-                f"generate() would reach {total} tokens (a prompt of {length}), and max_out_tokens is {self._limit}: "
+                f"generate() would reach {total} tokens (a prompt of {length}), but max_out_tokens is {self._limit}: "
                 "pass a larger max_out_tokens to init_inference()."
             )
         with torch.no_grad():
@@ -64,59 +64,60 @@ class InferenceEngine(nn.Module):
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """`model`, cast (fp16 unless `dtype` says otherwise), moved and frozen in evaluation; its weights are changed.
+    """Cast `model` (to fp16 unless `dtype` is given), move it to the device, and return its engine in eval mode.
 
-    config and keywords are one config: a key that both have must have one value.  With tensor_parallel={"tp_size": n}
-    runs of n ranks split its layers, with moe={"ep_size": n} they share out its experts, in place; every rank calls
-    with the same model.  With checkpoint= each rank reads its own part, and the model may be on the meta device.
+    The weights change in place.  config and keywords are merged; a key in both must have the same value in both.
+    tensor_parallel={"tp_size": n} splits the layers over n consecutive ranks, moe={"ep_size": n} shards the experts,
+    in place; every rank passes the same model.  With checkpoint= each rank reads its own part, and the model may be
+    on the meta device.
 
     Raises:
-        ValueError: ConfigError for unknown, refused and impossible keys, all at once, by name; numbers of ranks,
-            heads or experts that do not go together, and weights that do not fit, before anything is sent.
-        RanksDisagree: ranks came with different models.
+        ValueError: ConfigError with all unknown, rejected and invalid keys; numbers of ranks, heads or experts that
+            do not match, and weights that do not fit, before any communication.
+        RanksDisagree: ranks have different models.
     """
     if isinstance(model, InferenceEngine):
-        raise ValueError("init_inference() got what it made before: give it engine.module, with the new config.")
+        raise ValueError("init_inference() got an InferenceEngine: pass engine.module and the new config.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"init_inference() needs a torch.nn.Module, got {type(model).__name__}")
-    settings = DeepSpeedInferenceConfig.of(merged(config, kwargs))
+    settings = DeepSpeedInferenceConfig.of(merge_config(config, kwargs))
     for notice in settings.notices:
         log.warning("%s", notice)
     return InferenceEngine(model, settings)
 
 
-def _prepared(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
-    """`module` with its weights, or this rank's part of them."""
+def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
+    """Return `module` with its weights, or with this rank's part of them."""
     host = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
     device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
-    path, is_hollow = config.checkpoint, weights.is_hollow(module)
+    path, is_on_meta = config.checkpoint, weights.is_on_meta(module)
     if path is not None:
-        weights.refuse_unfit(module, path)
-    elif is_hollow:
+        weights.check_fits(module, path)
+    elif is_on_meta:
         raise ValueError(
-            f"{type(module).__name__} is on the meta device, where it has no weights: give checkpoint= a file of "
-            "them, or a Hugging Face folder."
+            f"{type(module).__name__} is on the meta device and has no weights: pass checkpoint=, a weight file "
+            "or a Hugging Face folder."
         )
-    if is_hollow and _is_to_be_run(module, config):
+    if is_on_meta and _needs_run(module, config):
         assert path is not None
-        weights.make_real(module, host)
+        weights.materialize(module, host)
         weights.load(module, path)
         path = None
-    split = splitting.planned(module, config.sharing)
+    split = splitting.plan_split(module, config.parallelism)
     split.agree(module)
-    if not weights.is_hollow(module):
-        module = module.to(device)  # groups of GPUs send nothing that is on the host
-    split = split.settled(module)
+    if not weights.is_on_meta(module):
+        module = module.to(device)  # a group of GPUs cannot send host tensors
+    split = split.verified(module)
     module = module.to(dtype=config.dtype)
-    split.carry_out(module)
+    split.apply(module)
     if path is not None:
-        weights.make_real(module, device)
+        weights.materialize(module, device)
         weights.load(module, path)
     return module.to(device)
 
 
-def _is_to_be_run(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:
-    """Return whether a plan has to be found by running the model, and memory for all of it is no question."""
-    sharing = config.sharing
+def _needs_run(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:
+    """Return True if the plan must be inferred by running the model, and the whole model fits into memory."""
+    parallelism = config.parallelism
     is_small = sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL
-    return not sharing.is_idle and is_small and splitting.written_plan(module, sharing) is None
+    return not parallelism.is_single_rank and is_small and splitting.written_plan(module, parallelism) is None

@@ -1,8 +1,8 @@
-"""Which ranks share a model, as the inference config says it: in sections, and by DeepSpeed's older names.
+"""Parallelism of an inference config: in sections, and by DeepSpeed's older names.
 
     {"tensor_parallel": {"tp_size": 2}, "moe": {"ep_size": 2}}          {"mp_size": 2, "ep_size": 2}
 
-`read_sharing` tells all that is wrong with the words; numbers of ranks are looked at where ranks are (splitting.py).
+`read_parallelism` checks the config alone; splitting.py checks numbers of ranks.
 """
 
 from __future__ import annotations
@@ -17,69 +17,69 @@ from zengine.config import Problem
 from zengine.config.grammar.suggest import nearest
 from zpartition.tensor import TensorPlan
 
-__all__ = ["KEYS", "NOBODY", "Sharing", "Wanted", "read_sharing"]
+__all__ = ["KEYS", "NO_GROUP", "ParallelGroup", "Parallelism", "read_parallelism"]
 
 KEYS = (
     *("tensor_parallel", "tp", "mp_size", "mpu", "injection_policy"),
     *("moe", "ep_size", "ep_group", "ep_mp_group", "moe_experts", "moe_type"),
 )
 
-Policy = Mapping[type[nn.Module], tuple[str, ...]]  # class of blocks -> names, in them, of layers split by rows
+Policy = Mapping[type[nn.Module], tuple[str, ...]]  # class of blocks -> names of their layers that are split by rows
 
 
 @attrs.frozen
-class Wanted:
-    """Over which ranks something is shared out."""
+class ParallelGroup:
+    """Ranks that a part of the model is split over, as given."""
 
-    size: int = 0  # of a run of ranks; 0: not said
-    group: Any = None  # a ProcessGroup that was given
-    mpu: Any = None  # an object that was given, which knows the group
-    key: str = ""  # of the config, that said so
+    size: int = 0  # consecutive ranks; 0: not given
+    group: Any = None  # ProcessGroup, if given
+    mpu: Any = None  # object that knows the group, if given
+    key: str = ""  # config key of the size
 
 
-NOBODY = Wanted()
+NO_GROUP = ParallelGroup()
 
 
 @attrs.frozen(kw_only=True)
-class Sharing:
-    """What the config says about ranks."""
+class Parallelism:
+    """Tensor and expert parallelism of a config."""
 
-    tensor: Wanted = NOBODY
-    experts: Wanted = NOBODY
+    tensor: ParallelGroup = NO_GROUP
+    experts: ParallelGroup = NO_GROUP
     plan: TensorPlan | Mapping[str, Any] | None = None  # ours, or DeepSpeed's partition_config
     policy: Policy = attrs.field(factory=dict)  # DeepSpeed's injection_policy
-    grain: int = 1  # columns without heads stay together by this many
-    expert_counts: tuple[int, ...] = ()  # that the layers have, for who says so
+    grain: int = 1  # columns without heads are split in multiples of it
+    expert_counts: tuple[int, ...] = ()  # expected number of experts per layer, if given
 
     @property
-    def is_idle(self) -> bool:
-        """Return whether each rank has a whole model, or comes with its part."""
+    def is_single_rank(self) -> bool:
+        """True if no size above 1, group or mpu is given."""
         wanted = (self.tensor, self.experts)
         return all(each.size <= 1 and each.group is None and each.mpu is None for each in wanted)
 
 
-def read_sharing(given: Mapping[str, Any]) -> Sharing | list[Problem]:
-    """Of a whole inference config: the keys in KEYS."""
+def read_parallelism(given: Mapping[str, Any]) -> Parallelism | list[Problem]:
+    """Read the keys in KEYS of a whole inference config; return all problems if there are any."""
     problems = [problem for key in KEYS if key in given for problem in _problems(key, given[key])]
     if problems:
         return problems
     tensor, moe = _tensor(given), _experts(given)
-    sizes = _said(given, ("tensor_parallel", "tp"), "mp_size", tensor, "tp_size")
-    expert_sizes = _said(given, ("moe",), "ep_size", moe, "ep_size")
-    problems = [*_clash(sizes), *_clash(expert_sizes)]
-    problems += [problem for said in _twice(given, tensor, moe) for problem in _clash(said)]
+    sizes = _sizes_by_key(given, ("tensor_parallel", "tp"), "mp_size", tensor, "tp_size")
+    expert_sizes = _sizes_by_key(given, ("moe",), "ep_size", moe, "ep_size")
+    problems = [*_check_equal(sizes), *_check_equal(expert_sizes)]
+    problems += [problem for said in _alternatives(given, tensor, moe) for problem in _check_equal(said)]
     if problems:
         return problems
-    return Sharing(
-        tensor=Wanted(
+    return Parallelism(
+        tensor=ParallelGroup(
             max(sizes.values(), default=0),
             tensor.get("tp_group"),
             tensor.get("mpu") or given.get("mpu"),
             _first(sizes),
         ),
-        experts=Wanted(
+        experts=ParallelGroup(
             max(expert_sizes.values(), default=0),
-            _one(moe.get("ep_group") or given.get("ep_group")),
+            _first_group(moe.get("ep_group") or given.get("ep_group")),
             None,
             _first(expert_sizes),
         ),
@@ -91,7 +91,7 @@ def read_sharing(given: Mapping[str, Any]) -> Sharing | list[Problem]:
 
 
 def _tensor(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section; one that is a number says the size alone."""
+    """Return the section; a number is its size."""
     section: Any = next((given[key] for key in ("tensor_parallel", "tp") if given.get(key)), {})
     section = section if isinstance(section, Mapping) else {"tp_size": section}
     return section if section.get("enabled", True) else {}
@@ -102,19 +102,19 @@ def _experts(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) and section.get("enabled", True) else {}
 
 
-def _said(
+def _sizes_by_key(
     given: Mapping[str, Any], homes: tuple[str, ...], old: str, section: Mapping[str, Any], name: str
 ) -> dict[str, int]:
-    """Sizes, by the key that says so."""
+    """Return the sizes, by their keys."""
     home = next((key for key in homes if given.get(key)), homes[0])
     found = {f"{home}.{name}": section[name]} if section.get(name) else {}
     return {**found, **({old: given[old]} if given.get(old) else {})}
 
 
-def _twice(
+def _alternatives(
     given: Mapping[str, Any], tensor: Mapping[str, Any], moe: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """Return what has several places, of which one alone is read: values by key, where they are given."""
+    """Yield the settings that have several keys, of which one may be given: the given values by key."""
     groups = {"tensor_parallel.tp_group": tensor.get("tp_group"), "tensor_parallel.mpu": tensor.get("mpu")}
     experts = {"moe.moe_experts": moe.get("moe_experts"), "moe.num_experts": moe.get("num_experts")}
     plans = {"tensor_parallel.partition_config": tensor.get("partition_config")}
@@ -122,18 +122,18 @@ def _twice(
         {key: given.get(key) for key in ("tensor_parallel", "tp")},
         {**groups, "mpu": given.get("mpu")},
         {**plans, "injection_policy": _policy(given.get("injection_policy"))},
-        {"moe.ep_group": _one(moe.get("ep_group")), "ep_group": _one(given.get("ep_group"))},
+        {"moe.ep_group": _first_group(moe.get("ep_group")), "ep_group": _first_group(given.get("ep_group"))},
         {key: _counts(value) for key, value in {**experts, "moe_experts": given.get("moe_experts")}.items()},
     ):
         yield {key: value for key, value in said.items() if value}
 
 
-def _clash(said: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_equal(said: Mapping[str, Any]) -> Iterator[Problem]:
     values = list(said.values())
     if any(value != values[0] for value in values):
         are_sizes = all(isinstance(value, int) for value in values)
-        told = " and ".join(f"{key} = {value}" if are_sizes else key for key, value in said.items())
-        reason = f"{told} differ" if are_sizes else f"{told} are both given"
+        names = " and ".join(f"{key} = {value}" if are_sizes else key for key, value in said.items())
+        reason = f"{names} differ" if are_sizes else f"{names} are both given"
         yield Problem(key=next(iter(said)), reason=reason, suggestion="Keep one of them.")
 
 
@@ -141,18 +141,18 @@ def _first(sizes: Mapping[str, int]) -> str:
     return next(iter(sizes), "")
 
 
-def _one(group: Any) -> Any:
-    """DeepSpeed keeps a group for each number of experts."""
+def _first_group(group: Any) -> Any:
+    """Return the group; DeepSpeed keeps one for each number of experts, in a mapping."""
     return next(iter(group.values()), None) if isinstance(group, Mapping) else group
 
 
 def _counts(value: Any) -> list[int]:
     counts = value if isinstance(value, (list, tuple)) else [value or 1]
-    return [count for count in counts if count != 1]  # DeepSpeed's default is [1], for none
+    return [count for count in counts if count != 1]  # DeepSpeed's default is [1]: no experts
 
 
 def _policy(value: Any) -> Policy:
-    """Classes and names of layers; DeepSpeed's policies for kernels say nothing here."""
+    """Return classes and names of layers; ignore DeepSpeed's kernel policies."""
     found = {kind: (names,) if isinstance(names, str) else names for kind, names in (value or {}).items()}
     return {kind: tuple(names) for kind, names in found.items() if _is_names(kind, names)}
 
@@ -163,7 +163,7 @@ def _is_names(kind: Any, names: Any) -> bool:
 
 
 def _problems(key: str, value: Any) -> Iterator[Problem]:
-    """Return what is wrong with one key of KEYS, and with the keys in it."""
+    """Yield the problems of one key of KEYS and of the keys in it."""
     if key in _SECTIONS and isinstance(value, Mapping):
         checks = _SECTIONS[key]
         for name, inner in value.items():
@@ -171,14 +171,14 @@ def _problems(key: str, value: Any) -> Iterator[Problem]:
             if name not in checks:
                 close = nearest(name, list(checks))
                 hint = f"Did you mean {close[0]}?" if close else "Remove it."
-                yield Problem(key=full, reason=f"is no key of {key}", suggestion=hint)
+                yield Problem(key=full, reason=f"is not a key of {key}", suggestion=hint)
             else:
-                yield from _wrong(full, inner, *checks[name])
+                yield from _check_value(full, inner, *checks[name])
     else:
-        yield from _wrong(key, value, *_PLAIN[key])
+        yield from _check_value(key, value, *_PLAIN[key])
 
 
-def _wrong(key: str, value: Any, is_good: Callable[[Any], bool], allowed: str) -> Iterator[Problem]:
+def _check_value(key: str, value: Any, is_good: Callable[[Any], bool], allowed: str) -> Iterator[Problem]:
     if value is not None and not is_good(value):
         yield Problem(key=key, given=value, reason=f"must be {allowed}")
 
@@ -190,15 +190,18 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-_COUNT: Check = (_is_count, "a whole number of 1 or more")
+_COUNT: Check = (_is_count, "an integer >= 1")
 _TRUTH: Check = (lambda value: isinstance(value, bool), "true or false")
 _ANY: Check = (lambda value: True, "")
 _COUNTS: Check = (
     lambda value: _is_count(value) or (isinstance(value, (list, tuple)) and all(map(_is_count, value))),
-    "a whole number of 1 or more, or a list of those",
+    "an integer >= 1, or a list of them",
 )
-_KIND: Check = (lambda value: value in ("standard", "residual"), '"standard" or "residual"; layers say it themselves')
-_NONE: Check = (lambda value: not value, "left out: tensor ranks have whole experts here")
+_KIND: Check = (
+    lambda value: value in ("standard", "residual"),
+    '"standard" or "residual"; layers define it themselves',
+)
+_NONE: Check = (lambda value: not value, "removed: tensor ranks have whole experts")
 _PLAN: Check = (
     lambda value: isinstance(value, (Mapping, TensorPlan)),
     'a mapping with "layer_specs", or a zpartition.tensor.TensorPlan',

@@ -1,9 +1,9 @@
-"""Weights for a model that is to answer: memory where there is none yet (the meta device), and values from files.
+"""Weights for inference: memory for a model on the meta device, and values from files.
 
-Each rank reads its own parts alone, also of what a folder of Transformers has one by one and the model stacked.
-Files have parameters and persistent buffers; other buffers (the frequencies of rotary positions) are made by whoever
-makes the model, so on the meta device they are made again: by Transformers' `_init_weights` of the model, or by
-`reset_parameters` of the module.  One that neither makes is refused by name, since nobody would notice what is in it.
+Each rank reads only its own parts, also of experts that a Transformers folder stores one by one and the model stacks.
+Files have parameters and persistent buffers.  Other buffers (rotary frequencies, say) are computed when a model is
+built, so for a model on the meta device they are computed again: by Transformers' `_init_weights`, or by the module's
+`reset_parameters`.  A buffer that neither sets raises ValueError, since its values would be undefined.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor, nn
 import zpartition
 from zengine.checkpoint.huggingface import as_module_has_them
 
-__all__ = ["is_hollow", "load", "make_real"]
+__all__ = ["check_fits", "is_on_meta", "load", "materialize"]
 
 
-def is_hollow(module: nn.Module) -> bool:
-    """Return whether some of `module` is on the meta device."""
+def is_on_meta(module: nn.Module) -> bool:
+    """Return True if a parameter or buffer of `module` is on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def make_real(module: nn.Module, device: torch.device) -> None:
-    """Memory on `device` for what is on the meta device; ties stay ties.  Its values are not defined.
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Allocate what is on the meta device on `device`; tied weights stay tied.  Values of parameters are undefined.
 
-    Raises ValueError for buffers that no file has and nobody makes.
+    Raises ValueError for buffers that neither files nor the model define.
     """
-    made: dict[int, Tensor] = {}
-    hollow = [
+    allocated: dict[int, Tensor] = {}
+    meta_buffers = [
         (child, name)
         for child in module.modules()
         for name, buffer in child.named_buffers(recurse=False)
@@ -40,26 +40,26 @@ def make_real(module: nn.Module, device: torch.device) -> None:
     ]
     with torch.no_grad():
         for child in module.modules():
-            for name, tensor in [*_own(child)]:
+            for name, tensor in [*_own_tensors(child)]:
                 if tensor.is_meta:
-                    setattr(child, name, made.setdefault(id(tensor), _real(tensor, device)))
+                    setattr(child, name, allocated.setdefault(id(tensor), _allocate(tensor, device)))
     persistent = module.state_dict(keep_vars=True).values()
     kept = {id(tensor) for tensor in persistent}
-    _make_buffers(module, [(child, name) for child, name in hollow if id(child.get_buffer(name)) not in kept])
+    _make_buffers(module, [(child, name) for child, name in meta_buffers if id(child.get_buffer(name)) not in kept])
 
 
 def load(module: nn.Module, path: str) -> None:
-    """Values of a file or a folder; tensor by tensor, of each this rank's rows.
+    """Load the weights of a file or folder, tensor by tensor, this rank's rows of each.
 
-    Raises ValueError, with nothing loaded, for what is missing, unexpected or of another shape.
+    Raises ValueError, with nothing loaded, for missing or unexpected names and wrong shapes.
     """
-    with _opened(module, path) as weights:
+    with _open_slices(module, path) as weights:
         zpartition.load_own_slices(module, weights)
 
 
-def refuse_unfit(module: nn.Module, path: str) -> None:
-    """ValueError as `load` raises it, before anything is done with `module`."""
-    with _opened(module, path) as weights:
+def check_fits(module: nn.Module, path: str) -> None:
+    """Raise the ValueError of `load`, without changing `module`."""
+    with _open_slices(module, path) as weights:
         try:
             zpartition.check_slices(module, weights)
         except ValueError as error:
@@ -67,9 +67,9 @@ def refuse_unfit(module: nn.Module, path: str) -> None:
 
 
 @contextmanager
-def _opened(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
-    """Slices of files by the module's names, whatever part of it is here."""
-    import zckpt.interchange  # not at the top: it takes longer to import than the rest of this package
+def _open_slices(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
+    """Open the slices of files by the module's names, for a whole or split module."""
+    import zckpt.interchange  # lazy: slow to import
 
     joining, held = zpartition.FullTensors.of(module), module.state_dict(keep_vars=True)
     shapes = {name: joining.shape(value) for name, value in held.items() if isinstance(value, Tensor)}
@@ -77,12 +77,12 @@ def _opened(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
         yield as_module_has_them(weights, module, shapes)
 
 
-def _own(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _own_tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from child.named_parameters(recurse=False, remove_duplicate=False)
     yield from child.named_buffers(recurse=False, remove_duplicate=False)
 
 
-def _real(tensor: Tensor, device: torch.device) -> Tensor:
+def _allocate(tensor: Tensor, device: torch.device) -> Tensor:
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
         return memory
@@ -92,20 +92,22 @@ def _real(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _make_buffers(module: nn.Module, buffers: list[tuple[nn.Module, str]]) -> None:
-    """Values for buffers that no file has.  Made twice, over different numbers: where these show, nobody made any."""
-    first, second = (_made_over(mark, module, buffers) for mark in (0, 1))
+    """Compute the buffers that no file has, twice over different fill values: a difference shows an undefined one."""
+    first, second = (_make_over(mark, module, buffers) for mark in (0, 1))
     paths = {child: path for path, child in module.named_modules()}
-    lost = [f"{paths[child]}.{name}" for (child, name), a, b in zip(buffers, first, second) if not torch.equal(a, b)]
-    if lost:
+    undefined = [
+        f"{paths[child]}.{name}" for (child, name), a, b in zip(buffers, first, second) if not torch.equal(a, b)
+    ]
+    if undefined:
         raise ValueError(
             f"buffers of {type(module).__name__} are on the meta device and not persistent, so no file has them, and "
-            f"nobody says what they hold: {', '.join(lost[:5])}. Build the model with its buffers, by "
-            "accelerate.init_empty_weights(include_buffers=False) say, which leaves out parameters alone."
+            f"neither _init_weights nor reset_parameters sets them: {', '.join(undefined[:5])}. Build the model with "
+            "real buffers, for example under accelerate.init_empty_weights(include_buffers=False)."
         )
 
 
-def _made_over(mark: int, module: nn.Module, buffers: list[tuple[nn.Module, str]]) -> list[Tensor]:
-    """Copies of what the model, or its modules, put into buffers that are full of `mark` before."""
+def _make_over(mark: int, module: nn.Module, buffers: list[tuple[nn.Module, str]]) -> list[Tensor]:
+    """Fill buffers with `mark`, let the model or its modules set them, and return copies."""
     make = getattr(module, "_init_weights", None)
     with torch.no_grad():
         for child, name in buffers:

@@ -1,7 +1,7 @@
-"""`deepspeed.moe.utils`: which parameters are experts', and groups of an optimizer that hold them apart.
+"""`deepspeed.moe.utils`: expert parameters, and optimizer groups for them.
 
-No group is needed here: experts have buckets of their own whatever group they are in, and their gradients are divided
-as a model with all experts on one rank demands.  Who gives them groups (for another learning rate, say) may.
+Experts need no optimizer group of their own here: they have their own buckets in any group, and their gradients are
+normalized as in a model with all experts on one rank.  Separate groups (for another learning rate, say) work too.
 """
 
 from __future__ import annotations
@@ -28,35 +28,38 @@ _GROUP_NUMEL = 178956971  # DeepSpeed's default
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """(whether there are MoE layers, how many experts the last of them has)."""
+    """Return (True if there are MoE layers, number of experts of the last one)."""
     found = [child.num_experts for child in module.modules() if isinstance(child, MoE)]
     return bool(found), found[-1] if found else 0
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return whether `param` holds weights of experts."""
+    """Return True if `param` belongs to experts."""
     return isinstance(param, ExpertParameter)
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Return whether a group of an optimizer was made for experts."""
+    """Return True if an optimizer group was made for experts."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(params: Iterable[Parameter]) -> tuple[list[Any], list[Any]]:
-    """(those of all ranks, those of experts), in order."""
+    """Return (shared parameters, expert parameters), in order."""
     given = list(params)
     return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
 
 
 def split_params_grads_into_shared_and_expert_params(group: Iterable[Parameter]) -> tuple[list[Any], list[Any]]:
-    """The same of their gradients, where there are any."""
+    """Return (gradients of shared parameters, gradients of experts), without None."""
     shared, experts = split_params_into_shared_and_expert_params(group)
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 
 
 def configure_moe_param_groups(model_parameters: Any) -> list[Any]:
-    """Groups in which experts are apart, of a list of parameters or of groups.  TypeError for anything else."""
+    """Return optimizer groups with separate experts, from a list of parameters or groups.
+
+    Raises TypeError for anything else.
+    """
     if not isinstance(model_parameters, list):
         raise TypeError(f"model_parameters must be a list, got {type(model_parameters).__name__}.")
     if all(isinstance(item, dict) for item in model_parameters):
@@ -67,9 +70,9 @@ def configure_moe_param_groups(model_parameters: Any) -> list[Any]:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Any, max_group_size: int | float | None = _GROUP_NUMEL
 ) -> list[dict[str, Any]]:
-    """The groups without experts, then groups of theirs, marked "moe", with the options of the group they were in.
+    """Return the groups without experts, then groups of experts, marked "moe", with the options of their old group.
 
-    max_group_size: elements that a group of experts may have before the next is begun; None: any number.
+    max_group_size: maximum elements of a group of experts; None: no limit.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     dense, experts = [], []
@@ -83,7 +86,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def _within(params: list[Any], limit: int | float | None) -> Iterator[list[Any]]:
-    """Runs of `params` of at most `limit` elements, or of one parameter."""
+    """Yield consecutive `params` of at most `limit` elements, or a single larger one."""
     part: list[Any] = []
     for param in params:
         if part and limit is not None and sum(p.numel() for p in part) + param.numel() > limit:

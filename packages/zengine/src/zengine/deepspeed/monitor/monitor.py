@@ -1,4 +1,4 @@
-"""`deepspeed.monitor.monitor.MonitorMaster`: a script's own events, into the monitors that a config names."""
+"""`deepspeed.monitor.monitor.MonitorMaster`: writes a script's events to the monitors of a config."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _ROWS = [row for row in SINKS if row.section in _SECTIONS]
 
 @final
 class MonitorMaster:
-    """Writes events to TensorBoard, CSV, W&B and Comet, as far as `monitor_config` enables them; from rank 0 alone.
+    """Writes events to those of TensorBoard, CSV, W&B and Comet that `monitor_config` enables, on rank 0.
 
-    monitor_config: a config (dict, path, JSON text), of which these sections are read, or an engine's
-        `plan.telemetry`.
+    monitor_config: a config (dict, path, JSON text) with these sections, or an engine's `plan.telemetry`.
     """
 
     def __init__(self, monitor_config: Any) -> None:
@@ -35,7 +34,7 @@ class MonitorMaster:
         self._sinks.write_events([(tag, float(value), int(samples)) for tag, value, samples in event_list])
 
     def close(self) -> None:
-        """End the files."""
+        """Close the files."""
         self._sinks.close()
 
 

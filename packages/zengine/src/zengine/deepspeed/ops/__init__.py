@@ -1,4 +1,4 @@
-"""`deepspeed.ops`: optimizers.  Nothing is compiled when they are made; kernels come with the wheel."""
+"""`deepspeed.ops`: optimizers.  Nothing is compiled at run time; kernels come with the wheel."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 
 
 class DeepSpeedCPUAdagrad(zoptim.Adagrad):
-    """Adagrad.  amsgrad is refused: Adagrad has none.
+    """Adagrad.  amsgrad=True raises ValueError.
 
-    fp32_optimizer_states: the sums of squares are float32, or with False of the parameter's dtype.
+    fp32_optimizer_states: sums of squares in float32; False: in the parameter's dtype.
     """
 
-    checkpoint_kind = "Adagrad"  # its state is that class's
+    checkpoint_kind = "Adagrad"  # state format of that class
 
     def __init__(
         self,

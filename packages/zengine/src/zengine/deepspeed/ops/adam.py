@@ -1,7 +1,6 @@
 """zoptim's Adam with the arguments of DeepSpeed's classes.
 
-Which kernel runs depends on where the tensors are, not on the class: a `FusedAdam` whose states are offloaded updates
-them with the CPU kernel.
+The device of the tensors selects the kernel, not the class: a `FusedAdam` with offloaded states runs the CPU kernel.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import zoptim
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-class _Named(zoptim.Adam):
-    """Checkpoints know it as what it does, so that a run may change between these classes, zoptim's and torch's.
+class _DeepSpeedAdam(zoptim.Adam):
+    """Adam with DeepSpeed's state dict.  Checkpoints store the rule, so a run may switch to zoptim's or torch's.
 
-    The mode belongs to the object, as in DeepSpeed, whose state dicts do not have it: loading leaves it alone.
+    The mode (Adam or AdamW) belongs to the object: DeepSpeed's state dicts do not have it, and loading keeps it.
     """
 
     kept_options = (*zoptim.Adam.kept_options, "decoupled_weight_decay")
 
     @property
     def checkpoint_kind(self) -> str:
-        """AdamW or Adam."""
+        """Rule of the state: "AdamW" or "Adam"."""
         return "AdamW" if self.param_groups[0]["decoupled_weight_decay"] else "Adam"
 
 
-class FusedAdam(_Named):
-    """Adam, or with `adam_w_mode` AdamW, which is the default.  `set_grad_none` has no effect."""
+class FusedAdam(_DeepSpeedAdam):
+    """AdamW, or Adam with `adam_w_mode=False`.  `set_grad_none` has no effect."""
 
     def __init__(
         self,
@@ -49,11 +48,10 @@ class FusedAdam(_Named):
         )
 
 
-class DeepSpeedCPUAdam(_Named):
-    """Adam, or with `adamw_mode` AdamW, which is the default.
+class DeepSpeedCPUAdam(_DeepSpeedAdam):
+    """AdamW, or Adam with `adamw_mode=False`.
 
-    fp32_optimizer_states: moments are float32, or with False of the parameter's dtype.  `ds_adam_cpu_cores_perc`
-    belongs to a process of DeepSpeed's that is not needed, and is accepted.
+    fp32_optimizer_states: moments in float32; False: in the parameter's dtype.  ds_adam_cpu_cores_perc: ignored.
     """
 
     def __init__(

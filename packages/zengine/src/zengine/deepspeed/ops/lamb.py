@@ -10,9 +10,9 @@ __all__ = ["FusedLamb"]
 
 
 class FusedLamb(zoptim.LAMB):
-    """LAMB.  max_grad_norm and amsgrad are refused; clip with the config's `gradient_clipping`."""
+    """LAMB.  max_grad_norm and amsgrad raise; clip with the config's `gradient_clipping`."""
 
-    checkpoint_kind = "LAMB"  # its state is that class's
+    checkpoint_kind = "LAMB"  # state format of that class
 
     def __init__(
         self,

@@ -10,9 +10,9 @@ __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
 
 class FusedLion(zoptim.Lion):
-    """Lion; lr 1e-3 and betas (0.9, 0.999) unless given, as in DeepSpeed."""
+    """Lion with DeepSpeed's defaults: lr 1e-3, betas (0.9, 0.999)."""
 
-    checkpoint_kind = "Lion"  # its state is that class's
+    checkpoint_kind = "Lion"  # state format of that class
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class FusedLion(zoptim.Lion):
 
 
 class DeepSpeedCPULion(zoptim.Lion):
-    """The same; the momentum is float32, or with fp32_optimizer_states=False of the parameter's dtype."""
+    """Lion with float32 momentum; with fp32_optimizer_states=False in the parameter's dtype."""
 
-    checkpoint_kind = "Lion"  # its state is that class's
+    checkpoint_kind = "Lion"  # state format of that class
 
     def __init__(
         self,

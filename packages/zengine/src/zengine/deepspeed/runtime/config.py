@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.config`: names of optimizers, and a config that can be looked at before an engine exists."""
+"""`deepspeed.runtime.config`: names of optimizers, and a config to inspect before an engine exists."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ADAM_W_MODE_DEFAULT = True
 
 @final
 class DeepSpeedConfig:
-    """A config, read and resolved for the ranks that there are; attributes with DeepSpeed's names.
+    """Config, read and resolved for the current world size; attributes have DeepSpeed's names.
 
     config: path, dict or JSON text.  Raises ConfigError (DeepSpeedConfigError) as `initialize` would.
     """
@@ -71,5 +71,5 @@ class DeepSpeedConfig:
         self.scheduler_params = dict(self.plan.scheduler.params) or None
 
     def print(self, name: str = "DeepSpeedConfig") -> None:
-        """The resolved plan, with the origin of each value, on standard output."""
+        """Print the resolved plan with the origin of each value."""
         print(f"{name}:\n{self.plan.describe()}")

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.constants`: keys of the config, as names."""
+"""`deepspeed.runtime.constants`: constants for config keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`: zoptim's schedules, and the names by which Accelerate knows them."""
+"""`deepspeed.runtime.lr_schedules`: zoptim's schedules and DeepSpeed's names of them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ log = logging.getLogger("zengine")
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Any = None) -> Any:
-    """`item` with the tensors in its dicts, lists and tuples on `device`; `criterion_func` says which move."""
+    """Return `item` with the tensors in its dicts, lists and tuples on `device`; `criterion_func` selects them."""
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, dict):
@@ -28,12 +28,12 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Any = 
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the device's allocated memory, or a CPU process's resident one; nothing without `force`."""
+    """Log the allocated memory of the device, or the resident memory on a CPU; does nothing without `force`."""
     if not force:
         return
     if torch.cuda.is_available():
         now, peak = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-        log.warning("%s: %.2f GiB allocated on the device, %.2f GiB at most", message, now, peak)
+        log.warning("%s: %.2f GiB allocated on the device, peak %.2f GiB", message, now, peak)
         return
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[1])
@@ -41,7 +41,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def empty_cache() -> None:
-    """Give what nobody uses back: Python's cycles, and the device's cache."""
+    """Collect Python's garbage and empty the device's cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""`deepspeed.sequence.cross_entropy`: a loss for each token of whole sequences."""
+"""`deepspeed.sequence.cross_entropy`: the loss of each token of whole sequences."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def vocab_sequence_parallel_cross_entropy(
     ignore_index: int = -100,
     gather_sequence_loss: bool = True,
 ) -> Tensor:
-    """(tokens, batch) float32: the loss of each token of all sequence ranks, from those of this one.
+    """Return (tokens, batch) float32: the loss of each token of all sequence ranks.
 
     vocab_parallel_logits: (tokens of this rank, batch, vocabulary); target: (tokens of this rank, batch).
-    Gradients are made for the mean over all ranks that sum them, as engines take it.
+    Gradients are scaled for the mean over the ranks that sum them, as engines expect.
 
-    Raises ValueError for a vocabulary that is split over tensor ranks.
+    Raises ValueError if the vocabulary is split over tensor ranks.
     """
     if tp_group is not None:
         raise ValueError(
-            "vocab_sequence_parallel_cross_entropy(tp_group=...): a vocabulary that is split over tensor ranks has "
-            "a loss of its own, zpartition.tensor.vocabulary_cross_entropy. Leave tp_group out for whole logits."
+            "vocab_sequence_parallel_cross_entropy(tp_group=...): for a vocabulary that is split over tensor "
+            "ranks use zpartition.tensor.vocabulary_cross_entropy. For whole logits omit tp_group."
         )
     flat = vocab_parallel_logits.flatten(0, -2).float()
     losses = cross_entropy(flat, target.flatten(), ignore_index=ignore_index, reduction="none").view(target.shape)

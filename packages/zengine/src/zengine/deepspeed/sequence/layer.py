@@ -15,7 +15,7 @@ __all__ = ["DistributedAttention"]
 
 @final
 class DistributedAttention(nn.Module):
-    """`zpartition.sequence.DistributedAttention`, which is told where the batch is instead of where tokens are."""
+    """`zpartition.sequence.DistributedAttention` with the index of the batch dim instead of the token dim."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class DistributedAttention(nn.Module):
         gather_idx: int = 0,
         sp_stream: Any = None,
     ) -> None:
-        """sp_stream: accepted; query, key and value are one message, and there is nothing to overlap between them."""
+        """Wrap `local_attention`.  sp_stream: ignored; query, key and value are sent in one message."""
         super().__init__()
         self.local_attn = local_attention
         self.spg = sequence_process_group
@@ -34,13 +34,13 @@ class DistributedAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """(tokens, batch, heads, width) with batch_dim_idx=1, or (batch, tokens, ...) with 0, to the same.
+        """Attend over (tokens, batch, heads, width) with batch_dim_idx=1, or (batch, tokens, ...) with 0.
 
-        Raises ValueError if the heads cannot be shared out, and for a batch_dim_idx that is no dim of them.
+        Raises ValueError if the heads cannot be assigned to the ranks, or for another batch_dim_idx.
         """
         if batch_dim_idx not in (0, 1):
             raise ValueError(
-                f"batch_dim_idx={batch_dim_idx}: 0 (batch, tokens, ...) or 1 (tokens, batch, ...) is needed."
+                f"batch_dim_idx must be 0 (batch, tokens, ...) or 1 (tokens, batch, ...), got {batch_dim_idx}"
             )
         tokens = 1 - batch_dim_idx if batch_dim_idx == self.gather_idx else self.gather_idx
         attention = sequence.DistributedAttention(self.local_attn, self.spg, self.scatter_idx, tokens)

@@ -1,11 +1,11 @@
-"""`deepspeed.utils.groups`: which ranks do what together.
+"""`deepspeed.utils.groups`: process groups of each kind of parallelism.
 
-DeepSpeed keeps one set of groups for a process.  Here groups are an engine's own (`engine.parts.groups`, a
-`zcomm.Groups`), so these functions need to know whose they are to tell.  The rule: those of the engine that
-`deepspeed.initialize` made last, as long as it lives; before there is one, of the `mpu` that was announced; else all
-ranks are data-parallel replicas.  Whoever has several engines calls `use(engine)`, or asks the engine.
+DeepSpeed keeps one set of groups per process.  Here each engine has its own (`engine.parts.groups`, a
+`zcomm.Groups`).  These functions read the engine that `deepspeed.initialize` made last, while it is alive; before
+that, the `mpu` passed to `initialize`; otherwise all ranks are data-parallel replicas.  With several engines, call
+`use(engine)` or read the engine's groups.
 
-A kind of group that nothing is split over has this rank alone, and never None, which torch takes for all ranks.
+A kind of parallelism that is off has a group of this rank alone, never None, which torch takes for all ranks.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ __all__ = [
     "use",
 ]
 
-mpu: Any = None  # what was announced last, as DeepSpeed has it here
-_expert = 1  # the same of experts
+mpu: Any = None  # of the last `initialize`; DeepSpeed has this name, too
+_expert = 1  # expert-parallel size of the last `initialize`
 
 
 def _no_engine() -> Engine | None:
     return None
 
 
-_newest: Callable[[], Engine | None] = _no_engine  # the engine whose groups are told, while it lives
+_latest_engine: Callable[[], Engine | None] = _no_engine  # the engine whose groups are returned, while it is alive
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Announce groups before there is an engine.  ValueError, with numbers, if `ep_size` does not divide the ranks.
+    """Set groups until there is an engine.  Raises ValueError if `ep_size` does not divide the world size.
 
-    Layers say their own ep_size to the engine; this one only answers for it until then.
+    An engine reads ep_size from the layers, not from here.
     """
     zcomm.Degrees(expert=ep_size).resolved(get_world_size())
     globals().update(mpu=mpu, _expert=ep_size)
 
 
 def use(engine: Engine) -> None:
-    """Tell of `engine` from now on, as long as it lives."""
+    """Return the groups of `engine` from now on, while it is alive."""
     globals()["_newest"] = weakref.ref(engine)
 
 
 def _groups() -> Any:
-    """A `zcomm.Groups`, or the mpu."""
-    engine = _newest()
+    """Return a `zcomm.Groups`, or the mpu."""
+    engine = _latest_engine()
     if engine is not None:
         return engine.parts.groups
     return zcomm.Groups.of(zcomm.Degrees(expert=_expert), get_world_size(), get_rank()) if mpu is None else mpu
@@ -80,7 +80,7 @@ def _size(kind: str) -> int:
     return 1 if group is None else get_world_size(group())
 
 
-def _place(kind: str) -> int:
+def _rank(kind: str) -> int:
     groups = _groups()
     named = getattr(groups, f"get_{kind}_rank", None)
     if named is not None:
@@ -95,57 +95,57 @@ def _group(kind: str) -> Any:
 
 
 def get_data_parallel_group() -> Any:
-    """The ranks that see different samples."""
+    """Return the group of the ranks that see different samples."""
     return _group("data_parallel")
 
 
 def get_data_parallel_world_size() -> int:
-    """How many they are."""
+    """Return the size of that group."""
     return _size("data_parallel")
 
 
 def get_data_parallel_rank() -> int:
-    """Return which of them this is."""
-    return _place("data_parallel")
+    """Return this rank's index in that group."""
+    return _rank("data_parallel")
 
 
 def get_model_parallel_group() -> Any:
-    """The ranks that hold parts of the same layers."""
+    """Return the group of the ranks that split the same layers."""
     return _group("model_parallel")
 
 
 def get_model_parallel_world_size() -> int:
-    """How many they are."""
+    """Return the size of that group."""
     return _size("model_parallel")
 
 
 def get_model_parallel_rank() -> int:
-    """Return which of them this is."""
-    return _place("model_parallel")
+    """Return this rank's index in that group."""
+    return _rank("model_parallel")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The rank in the world of the first of them."""
+    """Return the global rank of the first rank of that group."""
     return get_rank() if get_model_parallel_world_size() == 1 else int(_first(get_model_parallel_group()))
 
 
 def get_sequence_parallel_group() -> Any:
-    """The ranks that hold parts of the same samples."""
+    """Return the group of the ranks that split the same samples."""
     return _group("sequence_parallel")
 
 
 def get_sequence_parallel_world_size() -> int:
-    """How many they are."""
+    """Return the size of that group."""
     return _size("sequence_parallel")
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return which of them this is."""
-    return _place("sequence_parallel")
+    """Return this rank's index in that group."""
+    return _rank("sequence_parallel")
 
 
 def _sequence_data_parallel_group() -> Any:
-    """The ranks that sum gradients."""
+    """Return the group of the ranks that sum gradients."""
     return _group("sequence_data_parallel" if hasattr(_groups(), "get_sequence_data_parallel_group") else _DATA)
 
 
@@ -158,7 +158,7 @@ def _sequence_data_parallel_rank() -> int:
 
 
 def _get_expert_parallel_group(group_name: str = "") -> Any:
-    """The ranks that share the experts of a layer out; `group_name`, "ep_size_N" there, is that of the only ones."""
+    """Return the group of the ranks that shard the experts; `group_name` (DeepSpeed's "ep_size_N") is ignored."""
     return _group("expert_parallel")
 
 
@@ -167,11 +167,11 @@ def _get_expert_parallel_world_size(group_name: str = "") -> int:
 
 
 def _get_expert_parallel_rank(group_name: str = "") -> int:
-    return _place("expert_parallel")
+    return _rank("expert_parallel")
 
 
 def _get_expert_data_parallel_group(group_name: str = "") -> Any:
-    """The ranks that hold the same experts."""
+    """Return the group of the ranks that hold the same experts."""
     return _group("expert_data_parallel")
 
 
@@ -180,7 +180,7 @@ def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
 
 
 def _get_expert_data_parallel_rank(group_name: str = "") -> int:
-    return _place("expert_data_parallel")
+    return _rank("expert_data_parallel")
 
 
 def _first(group: Any) -> int:
@@ -194,7 +194,7 @@ get_tensor_model_parallel_group = get_model_parallel_group
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_rank = get_model_parallel_rank
 
-# The underscored spellings are the ones that DeepSpeed's users and Transformers call.
+# DeepSpeed's users and Transformers call the underscored names.
 _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size
 _get_data_parallel_rank = get_data_parallel_rank

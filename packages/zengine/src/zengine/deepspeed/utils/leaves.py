@@ -1,8 +1,8 @@
-"""`set_z3_leaf_modules` and its family: modules that stage 3 shall gather as one, said before `initialize`.
+"""`set_z3_leaf_modules` and related functions: modules that stage 3 gathers as one unit, set before `initialize`.
 
-DeepSpeed writes a flag onto the modules; here it is a table beside them, which `deepspeed.initialize` turns into the
-config's `zero_optimization.leaf_module.names`.  What the config names is in the table afterwards.  One thing differs:
-where a name is not found and that is an error, nothing has been marked.
+DeepSpeed sets a flag on the modules; here a table beside them holds it, which `deepspeed.initialize` copies to the
+config's `zero_optimization.leaf_module.names`; afterwards the table includes the config's modules.  Unlike in
+DeepSpeed, a missing name that raises marks nothing.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether `model` was marked."""
+    """Return True if `model` is marked."""
     return model in _leaves
 
 
 def z3_leaf_parameter(model: Parameter) -> bool:
-    """Return whether a parameter belongs to a marked module of a stage-3 engine."""
+    """Return True if a parameter belongs to a marked module of a stage-3 engine."""
     return hasattr(model, "ds_z3_leaf_module")
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or unmark it."""
+    """Mark or unmark one module."""
     _leaves.add(model) if flag else _leaves.discard(model)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules within `model`."""
+    """Return the marked modules of `model`."""
     return [module for module in model.modules() if module in _leaves]
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark every module of these classes, or of classes of exactly these names; returns them, inner ones first.
+    """Mark every module of these classes or class names; return them, inner ones first.
 
-    Raises ValueError if there is none, TypeError for what is neither a class nor a name.
+    Raises ValueError if there is none, TypeError for an entry that is neither a class nor a name.
     """
     return _flag_classes(model, list(leaf_module_classes), True, raise_if_not_found)
 
@@ -64,14 +64,14 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Unmark modules of these classes; returns them.  Raises as `set_z3_leaf_modules` does."""
+    """Unmark modules of these classes; return them.  Raises like `set_z3_leaf_modules`."""
     return _flag_classes(model, list(leaf_module_classes), False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules (flag=False: unmark) by their names in `named_modules`; returns (matched, missing names).
+    """Mark modules (flag=False: unmark) by their names in `named_modules`; return (matched, missing names).
 
     Raises ValueError if any name is missing.
     """
@@ -85,7 +85,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same for every module whose name ends so; returns (matched, suffixes without a match)."""
+    """Mark or unmark every module whose name ends in a suffix; return (matched, suffixes without a match)."""
 
     def ending(modules: Named, suffix: str) -> list[nn.Module]:
         return [module for name, module in modules.items() if name.endswith(suffix)]
@@ -94,29 +94,29 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def leaf_names(model: nn.Module | None) -> tuple[str, ...]:
-    """Qualified names of the marked modules within `model`, outermost first; "" is `model` itself."""
+    """Return the qualified names of the marked modules of `model`, outermost first; "" is `model` itself."""
     return () if model is None else tuple(name for name, module in model.named_modules() if module in _leaves)
 
 
 def mark_configured(model: nn.Module, leaf_modules: Mapping[str, Sequence[str]]) -> None:
-    """Mark what a config names: by "classes", "names" and "name_suffixes"."""
+    """Mark the modules of a config: its "classes", "names" and "name_suffixes"."""
     set_z3_leaf_modules(model, leaf_modules["classes"], raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, leaf_modules["names"], raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, leaf_modules["name_suffixes"], raise_if_not_found=False)
 
 
 def _flag_classes(model: nn.Module, wanted: list[type | str], flag: bool, raises: bool) -> list[nn.Module]:
-    if strange := [each for each in wanted if not isinstance(each, (type, str))]:
-        raise TypeError(f"leaf_module_classes holds classes or names of classes, not {strange[0]!r}")
+    if invalid := [each for each in wanted if not isinstance(each, (type, str))]:
+        raise TypeError(f"leaf_module_classes takes classes or names of classes, got {invalid[0]!r}")
     classes = tuple(each for each in wanted if isinstance(each, type))
     found: list[nn.Module] = []
 
-    def look(module: nn.Module) -> None:
+    def collect(module: nn.Module) -> None:
         kind = type(module)
         if isinstance(module, classes) or {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"} & {*wanted}:
             found.append(module)
 
-    model.apply(look)  # whose order DeepSpeed's list has
+    model.apply(collect)  # in the order of DeepSpeed's list
     if not found and raises:
         raise _not_found(model, f"of the classes {wanted}")
     for module in found:
@@ -138,7 +138,7 @@ def _flag_names(
     if missing and raises:
         raise _not_found(model, f"{how} {missing}")
     found = (module for each in wanted for module in matches[each])
-    flagged = list(dict.fromkeys(found))  # several suffixes may match one
+    flagged = list(dict.fromkeys(found))  # several suffixes may match a module
     for module in flagged:
         set_z3_leaf_module(module, flag)
     return flagged, missing
@@ -146,4 +146,4 @@ def _flag_names(
 
 def _not_found(model: nn.Module, wanted: str) -> ValueError:
     inside = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-    return ValueError(f"{type(model).__name__} has no modules {wanted}. It is made of: {inside}.")
+    return ValueError(f"{type(model).__name__} has no modules {wanted}. Its modules are of the classes {inside}.")

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.logger` is the logger that zengine writes to, so that setting its level works."""
+"""`deepspeed.utils.logger`: zengine's own logger, so that setting its level works."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger("zengine")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; on all of them with [-1], on rank 0 with nothing."""
+    """Log on these ranks: [-1] is all ranks, None is rank 0."""
     rank, wanted = get_rank(), list(ranks or [0])
     if -1 in wanted or rank in wanted:
         logger.log(level, "[rank %d] %s", rank, message)
 
 
 def set_log_level(level: str | int) -> None:
-    """Of `logger`."""
+    """Set the level of `logger`."""
     logger.setLevel(level.upper() if isinstance(level, str) else level)

@@ -1,4 +1,4 @@
-"""`deepspeed.OnDevice`: a model built with another default dtype, on another device (usually "meta")."""
+"""`deepspeed.OnDevice`: builds a model with another default dtype and device (usually "meta")."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["OnDevice"]
 
 @final
 class OnDevice(AbstractContextManager["OnDevice"]):
-    """Tensors made inside are of `dtype` and on `device`.  enabled: False makes the block do nothing."""
+    """Sets the default dtype and device inside the block.  enabled: False makes the block do nothing."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled

@@ -1,4 +1,4 @@
-"""One parameter's weight, gradient and state under ZeRO: zpartition's functions, with DeepSpeed's argument names."""
+"""Weight, gradient and optimizer state of one parameter: zpartition's functions, with DeepSpeed's argument names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor:
-    """One optimizer state, whole.  A collective.  ValueError for an unknown key, and before the first step."""
+    """Return one whole optimizer state; collective.  Raises ValueError for unknown keys and before the first step."""
     return zpartition.safe_get_full_optimizer_state(param, optim_state_key)
 
 
@@ -48,7 +48,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor:
-    """This rank's elements of one optimizer state, flat."""
+    """Return this rank's elements of one optimizer state, flat."""
     return zpartition.safe_get_local_optimizer_state(param, optim_state_key)
 
 
@@ -60,7 +60,7 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
 def safe_update_full_grad_vectorized(
     param_list: Iterable[Parameter], update_func: Callable[[Tensor, Parameter], Tensor]
 ) -> None:
-    """Replace each reduced gradient by `update_func(gradient, parameter)`, both whole.  A collective."""
+    """Replace each reduced gradient by `update_func(gradient, parameter)`, both whole; collective."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:

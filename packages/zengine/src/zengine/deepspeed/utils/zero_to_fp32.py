@@ -1,9 +1,9 @@
-"""`deepspeed.utils.zero_to_fp32`: whole float32 weights out of a checkpoint, ours or DeepSpeed's.
+"""`deepspeed.utils.zero_to_fp32`: whole float32 weights from a checkpoint, ours or DeepSpeed's.
 
     python -m zengine.deepspeed.utils.zero_to_fp32 checkpoint_dir output_dir [--safe_serialization]
 
-A checkpoint of ours has its weights by name, at any stage, so nothing is merged: they are read.  DeepSpeed's flat
-buffers are put together from the parts that zckpt finds in them.  `convert_...` holds one tensor at a time.
+A checkpoint of ours stores weights by name at any stage, so they are read without merging.  DeepSpeed's flat buffers
+are joined from the shards that zckpt finds in them.  `convert_...` holds one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "KIB": 2**10,
 
 @attrs.frozen
 class _Weight:
-    """One tensor of a checkpoint, read when it is asked for."""
+    """Tensor of a checkpoint, read on demand."""
 
-    names: tuple[str, ...]  # more than one where weights are tied
+    names: tuple[str, ...]  # several if weights are tied
     shape: tuple[int, ...]
-    dtype: torch.dtype  # of the file's
-    is_trained: bool  # whether the optimizer kept a state of it
+    dtype: torch.dtype  # of the result
+    is_trained: bool  # True if it has optimizer state
     read: Callable[[], Tensor]
 
 
@@ -53,13 +53,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights by name, floating ones in float32, on the CPU; names of tied weights share one tensor.
+    """Return the weights by name on the CPU, floating ones in float32; tied weights share one tensor.
 
-    checkpoint_dir: what was given to `save_checkpoint`.  tag: None takes what `latest` says.
-    exclude_frozen_parameters: leave out what the optimizer has no state of, buffers too.
-    lazy_mode: accepted; DeepSpeed's are pseudo-tensors, these are tensors.
+    checkpoint_dir: the folder passed to `save_checkpoint`.  tag: None: the tag in `latest`.
+    exclude_frozen_parameters: omit weights without optimizer state, and buffers.
+    lazy_mode: ignored; values are always tensors.
 
-    Raises zckpt.CheckpointNotFound (no checkpoint there), zckpt.CheckpointCorrupt.
+    Raises zckpt.CheckpointNotFound, zckpt.CheckpointCorrupt.
     """
     with ExitStack() as stack:
         weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters, stack)
@@ -77,9 +77,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write them as `pytorch_model.bin` (or model.safetensors), in numbered files of at most max_shard_size.
+    """Write the weights as `pytorch_model.bin` (or model.safetensors), in numbered files of at most max_shard_size.
 
-    Every name of a tied weight can be loaded: safetensors, which share nothing, hold its values once for each.
+    Every name of a tied weight can be loaded; a safetensors file stores its values once per name.
     """
     with ExitStack() as stack:
         weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters, stack)
@@ -87,7 +87,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         stem, ending = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
         if safe_serialization:
             weights = [attrs.evolve(weight, names=(name,)) for weight in weights for name in weight.names]
-        files = _files(weights, _size(max_shard_size), stem, ending)
+        files = _split_into_files(weights, _parse_size(max_shard_size), stem, ending)
         table: dict[str, str] = {}
         for name, members in files.items():
             entries = [Entry(each.names, each.shape, each.dtype) for each in members]
@@ -104,9 +104,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load them into `model`, which no engine may hold; returns it.
+    """Load the weights into `model`, which must not belong to an engine; return it.
 
-    Checkpoints that were saved before names of tied weights were, have them by one name.
+    Older checkpoints have a tied weight under one name only.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -114,33 +114,35 @@ def load_state_dict_from_zero_checkpoint(
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first.keys()
     if unexpected or set(missing) - tied:
         raise ValueError(
-            f"the checkpoint in {checkpoint_dir} is not of this model: missing {sorted(set(missing) - tied)[:5]}, "
-            f"unexpected {sorted(unexpected)[:5]}"
+            f"the checkpoint in {checkpoint_dir} belongs to another model: missing "
+            f"{sorted(set(missing) - tied)[:5]}, unexpected {sorted(unexpected)[:5]}"
         )
     return model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 0."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Whole float32 weights out of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint was given")
-    parser.add_argument("output_dir", help="folder to write into")
-    parser.add_argument("--max_shard_size", default="5GB", help="of one file (default 5GB)")
+    """Run the command line; return 0."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32", description="Extract whole float32 weights from a checkpoint."
+    )
+    parser.add_argument("checkpoint_dir", help="folder passed to save_checkpoint")
+    parser.add_argument("output_dir", help="folder to write")
+    parser.add_argument("--max_shard_size", default="5GB", help="maximum size of a file (default 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of .bin")
-    parser.add_argument("-t", "--tag", default=None, help="which checkpoint (default: what `latest` says)")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen ones out")
+    parser.add_argument("-t", "--tag", default=None, help="checkpoint to read (default: the tag in `latest`)")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="omit frozen parameters")
     given = parser.parse_args(argv)
     convert_zero_checkpoint_to_fp32_state_dict(**vars(given))
-    print(f"{given.checkpoint_dir}: float32 weights are in {given.output_dir}")
+    print(f"{given.checkpoint_dir}: wrote float32 weights to {given.output_dir}")
     return 0
 
 
-# -- where they come from ------------------------------------------------------------------------
+# Reading
 
 
 def _weights(folder: str | os.PathLike[str], tag: str | None, trained_only: bool, stack: ExitStack) -> list[_Weight]:
-    """Of a checkpoint of either kind, in its order."""
-    found = _of_deepspeed(folder, tag, stack) if _is_deepspeed(folder) else _of_ours(folder, tag)
+    """Return the weights of a checkpoint of either format, in its order."""
+    found = _read_deepspeed(folder, tag, stack) if _is_deepspeed(folder) else _read_zckpt(folder, tag)
     return [weight for weight in found if weight.is_trained or not trained_only]
 
 
@@ -151,7 +153,7 @@ def _is_deepspeed(folder: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _of_ours(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_Weight]:
+def _read_zckpt(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_Weight]:
     checkpoint = zckpt.find(folder, tag)
     stateful = {name.partition(".")[2].partition(".")[2] for name in checkpoint.names() if not name.startswith(MODEL)}
     names_of = _names_of([name for name in checkpoint.names() if name.startswith(MODEL)], checkpoint.objects)
@@ -163,7 +165,7 @@ def _of_ours(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_Weigh
         yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(checkpoint.tensor, name))
 
 
-def _of_deepspeed(folder: str | os.PathLike[str], tag: str | None, stack: ExitStack) -> Iterator[_Weight]:
+def _read_deepspeed(folder: str | os.PathLike[str], tag: str | None, stack: ExitStack) -> Iterator[_Weight]:
     parts: dict[str, list[Any]] = {}
     stateful: set[str] = set()
     opened = stack.enter_context(zckpt.interchange.read_deepspeed(folder, tag))
@@ -174,11 +176,11 @@ def _of_deepspeed(folder: str | os.PathLike[str], tag: str | None, stack: ExitSt
             stateful.add(shard.name.partition(".")[2].partition(".")[2])
     for name, names in _names_of(list(parts), opened.objects()).items():
         shape, dtype = tuple(parts[name][0].global_shape), _fp32_of(parts[name][0].tensor.dtype)
-        yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(_joined, parts[name]))
+        yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(_join, parts[name]))
 
 
 def _names_of(stored: Sequence[str], objects: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Name of each stored weight -> its names in the model, those of tied weights included."""
+    """Return {stored weight: its names in the model, including tied ones}."""
     tied = zckpt.interchange.tied_weights(objects, frozenset(stored))
     found = {name: [name.removeprefix(MODEL)] for name in stored if name not in tied}
     for alias, name in tied.items():
@@ -187,8 +189,8 @@ def _names_of(stored: Sequence[str], objects: Mapping[str, Any]) -> dict[str, tu
     return {name: tuple(names) for name, names in found.items()}
 
 
-def _joined(shards: Sequence[Any]) -> Tensor:
-    """A tensor from the parts of its ranks: spans of boxes."""
+def _join(shards: Sequence[Any]) -> Tensor:
+    """Join a tensor from the shards of its ranks: spans of boxes."""
     whole = torch.empty(shards[0].global_shape, dtype=shards[0].tensor.dtype)
     boxes: dict[Any, list[Any]] = {}
     for shard in shards:
@@ -202,15 +204,15 @@ def _joined(shards: Sequence[Any]) -> Tensor:
     return whole
 
 
-# -- how they are written ------------------------------------------------------------------------
+# Writing
 
 
 def _fp32_of(dtype: torch.dtype) -> torch.dtype:
-    """float32 for what is floating, and no more than that; float64 and counters stay as they are."""
+    """Return float32 for narrower floating dtypes; float64 and integers are unchanged."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _files(weights: Sequence[_Weight], limit: int, stem: str, ending: str) -> Mapping[str, list[_Weight]]:
+def _split_into_files(weights: Sequence[_Weight], limit: int, stem: str, ending: str) -> Mapping[str, list[_Weight]]:
     groups: list[list[_Weight]] = [[]]
     total = 0
     for weight in weights:
@@ -225,8 +227,8 @@ def _files(weights: Sequence[_Weight], limit: int, stem: str, ending: str) -> Ma
     return {f"{stem}-{n:05d}-of-{len(groups):05d}{ending}": members for n, members in enumerate(groups, 1)}
 
 
-def _size(text: str | int | None) -> int:
-    """Bytes: "5GB", 5000000000, or None for no limit."""
+def _parse_size(text: str | int | None) -> int:
+    """Parse a size in bytes: "5GB", 5000000000, or None for no limit."""
     if text is None:
         return 1 << 62
     if isinstance(text, int):
@@ -234,7 +236,7 @@ def _size(text: str | int | None) -> int:
     for unit in sorted(_UNITS, key=len, reverse=True):
         if text.upper().endswith(unit):
             return int(float(text[: -len(unit)]) * _UNITS[unit])
-    raise ValueError(f"max_shard_size={text!r} is no size: write a number and one of {', '.join(_UNITS)}")
+    raise ValueError(f"max_shard_size={text!r} is not a size; write a number and one of {', '.join(_UNITS)}")
 
 
 if __name__ == "__main__":

@@ -10,22 +10,26 @@ import importlib.util
 import pytest
 
 from zcomm.testing import run_ranks
-from zengine.deepspeed.runtime.sequence_parallel.registry import attentions, put, restore
+from zengine.deepspeed.runtime.sequence_parallel.registry import (
+    attention_registry,
+    register_attention,
+    restore_attentions,
+)
 from zpartition.sequence import ModelAttention
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 
 def _put() -> None:
-    registry = attentions()
+    registry = attention_registry()
     before = registry["sdpa"]
-    put("sdpa", None, disable_in_eval=True)
-    put("sdpa", None, disable_in_eval=False)  # not around itself
+    register_attention("sdpa", None, disable_in_eval=True)
+    register_attention("sdpa", None, disable_in_eval=False)  # not around itself
     found = registry["sdpa"]
     assert isinstance(found, ModelAttention)
     assert found.core is before
     assert not found.disable_in_eval
-    restore()
+    restore_attentions()
     assert registry["sdpa"] is before
 
 
@@ -36,7 +40,7 @@ def test_what_is_put_is_found_and_restored() -> None:
 def _refused() -> None:
     for name in ("eager", "nothing"):
         with pytest.raises(ValueError, match=rf"core_attn_implementation='{name}'.*allowed are .*sdpa"):
-            put(name, None, disable_in_eval=False)
+            register_attention(name, None, disable_in_eval=False)
 
 
 def test_attentions_that_cannot_are_refused() -> None:
@@ -48,7 +52,7 @@ def _without() -> str:
 
     sys.modules["transformers.modeling_utils"] = None  # type: ignore[assignment]
     try:
-        attentions()
+        attention_registry()
     except ModuleNotFoundError as error:
         return str(error)
     finally:

@@ -1,11 +1,11 @@
 """`deepspeed.checkpointing`: activation checkpointing under DeepSpeed's and Megatron's names.
 
-`configure` is global in DeepSpeed, because `checkpoint` has no argument that could carry settings; so it is here.
-Who has not called it has what the config of the last `deepspeed.initialize` says.  Engines of zengine have each their
-own, `engine.activation_checkpointing`, made by the same hand (activation_checkpointing.py).
+`configure` is global, as in DeepSpeed, because `checkpoint` has no argument that could carry settings.  Without it,
+the config of the last `deepspeed.initialize` applies.  Each zengine engine has its own
+`engine.activation_checkpointing`, made by the same function (build/activation_checkpointing.py).
 
-The tracker holds random numbers of layers that users split over tensor ranks by hand; what `zpartition.tensor` has
-split needs none.  Where there is no CUDA device it tracks the CPU's generator.
+The RNG tracker is for layers that users split over tensor ranks by hand; layers split by `zpartition.tensor` need
+none.  Without a CUDA device it tracks the CPU's generator.
 """
 
 from __future__ import annotations
@@ -38,32 +38,34 @@ __all__ = [
     "settings",
 ]
 
-# Names of getters by which an mpu tells its tensor ranks; Megatron has renamed them.
+# Getters of an mpu's tensor ranks; Megatron renamed them over time.
 _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group", "get_slice_parallel_group")
 _RANKS = ("get_tensor_model_parallel_rank", "get_model_parallel_rank", "get_slice_parallel_rank")
 
 
 @attrs.define(eq=False)
-class _Present:
-    """What `configure` was told, or the last engine's."""
+class _Current:
+    """Settings of `configure`, or of the last engine."""
 
     is_configured: bool = False
     settings: ActivationCheckpointing = attrs.field(factory=ActivationCheckpointing)
-    cell: ModelParallelGroup = attrs.field(factory=lambda: ModelParallelGroup(None))  # of the tensor ranks
+    mp_group: ModelParallelGroup = attrs.field(factory=lambda: ModelParallelGroup(None))  # tensor-parallel ranks
     tensor_rank: int = 0
-    made: dict[Variant, Checkpointing] = attrs.field(factory=dict)  # of these settings
+    instances: dict[Variant, Checkpointing] = attrs.field(factory=dict)  # checkpointing objects of these settings
 
-    def take(self, settings: ActivationCheckpointing, cell: ModelParallelGroup) -> None:
-        self.settings, self.cell, self.made = settings, cell, {}
+    def set(self, settings: ActivationCheckpointing, mp_group: ModelParallelGroup) -> None:
+        self.settings, self.mp_group, self.instances = settings, mp_group, {}
 
     def run(self, variant: Variant) -> Checkpointing:
-        if variant not in self.made:
+        if variant not in self.instances:
             streams = get_cuda_rng_tracker()
-            self.made[variant] = make_checkpointing(self.settings, self.cell, streams.device, streams, variant)
-        return self.made[variant]
+            self.instances[variant] = make_checkpointing(
+                self.settings, self.mp_group, streams.device, streams, variant
+            )
+        return self.instances[variant]
 
 
-_present = _Present()
+_current = _Current()
 
 
 def configure(
@@ -76,15 +78,15 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how `checkpoint` works; the config's `activation_checkpointing` section where an argument is None.
+    """Configure `checkpoint`; arguments that are None come from the config's `activation_checkpointing` section.
 
-    mpu_: tells the tensor ranks, over which activations are split.  partition_activations: each of them keeps a part
-    of the inputs of checkpointed blocks.  checkpoint_in_cpu: they wait in host memory.  contiguous_checkpointing: in
-    one piece of memory for `num_checkpoints` of a size.  synchronize: wait for the device around each block.
-    profile: log its time, forwards and again.
+    mpu_: provides the tensor-parallel ranks.  partition_activations: each of them keeps a part of the inputs of
+    checkpointed blocks.  checkpoint_in_cpu: inputs are kept in host memory.  contiguous_checkpointing: in one buffer
+    for `num_checkpoints` inputs of a size.  synchronize: wait for the device before and after each block.
+    profile: log the time of each block in forward and in recomputation.
 
     Raises:
-        ConfigError: the section is malformed, or settings do not go together.
+        ConfigError: the section is malformed, or settings conflict.
     """
     asked = {
         "partition_activations": partition_activations,
@@ -95,75 +97,77 @@ def configure(
         "profile": profile,
     }
     section = {**_section(deepspeed_config), **{name: value for name, value in asked.items() if value is not None}}
-    settings = _checked(section)
-    cell, rank = (_present.cell, _present.tensor_rank) if mpu_ is None else _tensor_ranks(mpu_)
-    _present.take(settings, cell)
-    _present.is_configured, _present.tensor_rank = True, rank
+    settings = _validated(section)
+    mp_group, rank = (_current.mp_group, _current.tensor_rank) if mpu_ is None else _tensor_ranks(mpu_)
+    _current.set(settings, mp_group)
+    _current.is_configured, _current.tensor_rank = True, rank
 
 
-def follow(settings: ActivationCheckpointing, cell: ModelParallelGroup) -> None:
-    """The config of an engine that was made; counts unless `configure` was called."""
-    if not _present.is_configured:
-        _present.take(settings, cell)
-        _present.tensor_rank = cell.rank
+def adopt_settings(settings: ActivationCheckpointing, mp_group: ModelParallelGroup) -> None:
+    """Use the settings of a new engine, unless `configure` was called."""
+    if not _current.is_configured:
+        _current.set(settings, mp_group)
+        _current.tensor_rank = mp_group.rank
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called."""
-    return _present.is_configured
+    """Return True if `configure` was called."""
+    return _current.is_configured
 
 
 def reset() -> None:
-    """Let go of the one piece of memory, for forwards without backwards, say; the next block makes another."""
-    _present.made = {}
+    """Free the contiguous buffer, for example after forwards without backwards; the next block allocates another."""
+    _current.instances = {}
 
 
 def settings() -> ActivationCheckpointing:
-    """Return what counts now."""
-    return _present.settings
+    """Return the current settings."""
+    return _current.settings
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Split inputs over the tensor ranks from now on, or no longer."""
+    """Turn splitting of inputs over tensor ranks on or off."""
     _change(partition_activations=partition_activation)
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many inputs of a size the one piece of memory holds."""
+    """Set the number of inputs of a size that the contiguous buffer holds."""
     _change(number_checkpoints=nlayers)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose activations are computed again in backward; random numbers are the same."""
-    return _present.run(Variant.REENTRANT)(function, *args)
+    """Call `function(*args)`; backward recomputes its activations with the same random numbers."""
+    return _current.run(Variant.REENTRANT)(function, *args)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same without a nested backward: inputs need not require gradients."""
-    return _present.run(Variant.HOOKS)(function, *args)
+    """Checkpoint without a nested backward: inputs need not require gradients."""
+    return _current.run(Variant.HOOKS)(function, *args)
 
 
 @functools.cache
 def get_cuda_rng_tracker() -> RandomStreams:
-    """Named streams of random numbers of the current device: `with get_cuda_rng_tracker().fork(): ...`."""
-    return RandomStreams(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # asked now, not at import
+    """Return the named random streams of the current device: `with get_cuda_rng_tracker().fork(): ...`."""
+    return RandomStreams(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )  # at the first call, not at import
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device: its own numbers by `seed`, those inside `fork()` by seed + 2718 + tensor rank."""
-    get_cuda_rng_tracker().seed_model_parallel(seed, _present.tensor_rank)
+    """Seed the device's generator with `seed`, the stream of `fork()` with seed + 2718 + tensor rank."""
+    get_cuda_rng_tracker().seed_model_parallel(seed, _current.tensor_rank)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed what is drawn inside `fork()` anew."""
-    get_cuda_rng_tracker().reseed(seed, _present.tensor_rank)
+    """Reseed the stream of `fork()`."""
+    get_cuda_rng_tracker().reseed(seed, _current.tensor_rank)
 
 
 def _change(**changes: Any) -> None:
-    _present.take(_checked({**attrs.asdict(_present.settings), **changes}), _present.cell)
+    _current.set(_validated({**attrs.asdict(_current.settings), **changes}), _current.mp_group)
 
 
-def _checked(section: dict[str, Any]) -> ActivationCheckpointing:
+def _validated(section: dict[str, Any]) -> ActivationCheckpointing:
     config = load({"activation_checkpointing": section})
     if problems := violations(config):
         raise ConfigError(config.source, problems)
@@ -171,7 +175,7 @@ def _checked(section: dict[str, Any]) -> ActivationCheckpointing:
 
 
 def _section(source: Any) -> dict[str, Any]:
-    """The section of a config in any form; empty without one."""
+    """Return the section of a config in any form; empty if there is none."""
     if source is None:
         return {}
     document = read(source).data
@@ -180,7 +184,7 @@ def _section(source: Any) -> dict[str, Any]:
 
 
 def _tensor_ranks(mpu: Any) -> tuple[ModelParallelGroup, int]:
-    """Return what an mpu tells of them; one that names no group has a rank perhaps, for seeds."""
+    """Return (group, rank) of an mpu's tensor ranks; without a group it may still have a rank, for seeds."""
     group = next((getattr(mpu, name)() for name in _GROUPS if hasattr(mpu, name)), None)
-    cell = ModelParallelGroup(None) if group is None else ModelParallelGroup.of(group)
-    return cell, next((int(getattr(mpu, name)()) for name in _RANKS if hasattr(mpu, name)), cell.rank)
+    mp_group = ModelParallelGroup(None) if group is None else ModelParallelGroup.of(group)
+    return mp_group, next((int(getattr(mpu, name)()) for name in _RANKS if hasattr(mpu, name)), mp_group.rank)

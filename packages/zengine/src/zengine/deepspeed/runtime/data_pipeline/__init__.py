@@ -1,1 +1,1 @@
-"""`deepspeed.runtime.data_pipeline`: curricula and token routing, by the names that scripts import."""
+"""`deepspeed.runtime.data_pipeline`: curricula and token routing, by DeepSpeed's names."""

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.data_pipeline.curriculum_scheduler`: a schedule of difficulties, for loops of one's own."""
+"""`deepspeed.runtime.data_pipeline.curriculum_scheduler`: a difficulty schedule for custom loops."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from zengine.config.keys.data import CurriculumLearning, ScheduleConfig
 from zengine.config.plan.data_rules import schedule_of
-from zengine.data.order.schedules import with_laws
+from zengine.data.order.schedules import with_custom_functions
 
 __all__ = ["CurriculumScheduler"]
 
 
 class CurriculumScheduler:
-    """The laws of `zengine.data`, with DeepSpeed's calls; a difficulty that has reached the maximum stays there.
+    """Schedule of `zengine.data` with DeepSpeed's methods; a difficulty that has reached the maximum stays there.
 
-    `config` has min_difficulty, max_difficulty, schedule_type and schedule_config, as `curriculum_learning` has.
+    `config` has the keys of `curriculum_learning`: min_difficulty, max_difficulty, schedule_type, schedule_config.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -32,31 +32,31 @@ class CurriculumScheduler:
         self.current_difficulty = section.min_difficulty
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The law at a step."""
+        """Return the scheduled difficulty of a step."""
         return self.schedule.at(global_steps)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Go to the difficulty of a step."""
+        """Set and return the difficulty of a step."""
         if self.current_difficulty < self.max_difficulty:
             self.current_difficulty = self.get_difficulty(global_steps)
         return self.current_difficulty
 
     def get_current_difficulty(self) -> int:
-        """Return where `update_difficulty` has led."""
+        """Return the current difficulty."""
         return self.current_difficulty
 
     def set_current_difficulty(self, difficulty: int) -> None:
-        """Go to a difficulty."""
+        """Set the current difficulty."""
         self.current_difficulty = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """The law of a schedule of the type "custom"."""
-        self.schedule = with_laws({"difficulty": self.schedule}, schedule_function)["difficulty"]
+        """Set the function of a schedule of type "custom"."""
+        self.schedule = with_custom_functions({"difficulty": self.schedule}, schedule_function)["difficulty"]
 
     def get_state(self) -> dict[str, Any]:
-        """Return what `set_state` takes."""
+        """Return the state for `set_state`."""
         return {"current_difficulty": self.current_difficulty}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.current_difficulty = int(state["current_difficulty"])

@@ -1,6 +1,6 @@
 """`deepspeed.runtime.sequence_parallel.parallel_state_sp`: an `mpu` with sequence ranks.
 
-What was made last is kept here for those who ask this module; an engine is given its groups (`initialize(mpu=...)`).
+The getters return the groups created last; pass them to an engine as `initialize(mpu=...)`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = [
     "initialize_sequence_parallel",
 ]
 
-_made: list[zcomm.Groups] = []  # the last, if any
+_made: list[zcomm.Groups] = []  # the groups created last, if any
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> zcomm.Groups:
-    """Lay out all ranks, runs of `sequence_parallel_size` neighbours as sequence ranks; returns the groups, an `mpu`.
+    """Create groups of `sequence_parallel_size` consecutive ranks; return them as an `mpu`.
 
-    Raises ValueError if it does not divide the ranks.
+    Raises ValueError if the size does not divide the world size.
     """
     init_distributed()
     _made[:] = [zcomm.Groups.of(zcomm.Degrees(sequence=sequence_parallel_size))]
@@ -35,35 +35,35 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> zcomm.Groups:
 
 def _groups() -> zcomm.Groups:
     if not _made:
-        raise RuntimeError("there are no sequence ranks yet: call initialize_sequence_parallel(size) first")
+        raise RuntimeError("sequence parallelism is not initialized: call initialize_sequence_parallel(size) first")
     return _made[0]
 
 
 def get_sequence_parallel_group() -> Any:
-    """The ranks that share samples."""
+    """Return the group of the ranks that share samples."""
     return _groups().sequence()
 
 
 def get_sequence_parallel_world_size() -> int:
-    """How many they are."""
+    """Return the size of that group."""
     return len(_groups().ranks("sequence"))
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return which of them this is."""
+    """Return this rank's index in that group."""
     return _groups().ranks("sequence").index(_groups().rank)
 
 
 def get_sequence_data_parallel_group() -> Any:
-    """The ranks that sum gradients."""
+    """Return the group of the ranks that sum gradients."""
     return _groups().gradient()
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """How many they are."""
+    """Return the size of that group."""
     return zcomm.group_size(_groups().gradient())
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Return which of them this is."""
+    """Return this rank's index in that group."""
     return zcomm.group_rank(_groups().gradient())

@@ -1,4 +1,4 @@
-"""Where Transformers looks attentions up, and what is asked of a config; imports it when something is asked."""
+"""Attention functions and configs of Transformers, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from zpartition import sequence
 
-__all__ = ["attentions", "config_of", "put", "restore"]
+__all__ = ["attention_registry", "config_of", "register_attention", "restore_attentions"]
 
-# They make masks over pairs of a piece's tokens, or look their function up elsewhere.
-_UNFIT = ("eager", "paged|eager")
+# They build masks over the tokens of one shard, or find their function elsewhere.
+_UNSUPPORTED = ("eager", "paged|eager")
 
-_NEEDED = 'this needs Transformers: pip install "transformers>=5"'
+_NEEDED = 'Transformers is required: pip install "transformers>=5"'
 
 
-def attentions() -> MutableMapping[str, Any]:
-    """The functions of all models, by name.  Raises ModuleNotFoundError without Transformers."""
+def attention_registry() -> MutableMapping[str, Any]:
+    """Return the attention functions of all models, by name.  Raises ModuleNotFoundError without Transformers."""
     try:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ModuleNotFoundError as error:
@@ -26,7 +26,7 @@ def attentions() -> MutableMapping[str, Any]:
 
 
 def config_of(model_name_or_path: Any) -> tuple[Any, str]:
-    """(the config of a model's text part, the attention that it was loaded with; "" for one that is not loaded)."""
+    """Return (text config of a model, the attention it was loaded with or "")."""
     if isinstance(model_name_or_path, str):
         try:
             from transformers import AutoConfig
@@ -36,30 +36,30 @@ def config_of(model_name_or_path: Any) -> tuple[Any, str]:
     config = getattr(model_name_or_path, "config", None)
     if config is None:
         raise TypeError(
-            f"register_with_transformers(model_name_or_path={type(model_name_or_path).__name__}): a model with a "
-            "config, or the name or path of one, is needed."
+            f"register_with_transformers(model_name_or_path={type(model_name_or_path).__name__}): pass a model with "
+            "a config, or the name or path of a model."
         )
     return config.get_text_config(), getattr(config, "_attn_implementation", "") or ""
 
 
-def put(name: str, group: Any, *, disable_in_eval: bool) -> None:
-    """Let the attention `name` work over the ranks of `group`, in place of what it was over.
+def register_attention(name: str, group: Any, *, disable_in_eval: bool) -> None:
+    """Register the attention `name` over the ranks of `group`; replaces an earlier group.
 
-    Raises ValueError if there is none of that name, or it cannot.
+    Raises ValueError for an unknown or unsupported name.
     """
-    registry = attentions()
-    if name in _UNFIT or name not in registry:
-        names = ", ".join(sorted(key for key in registry if key not in _UNFIT))
+    registry = attention_registry()
+    if name in _UNSUPPORTED or name not in registry:
+        names = ", ".join(sorted(key for key in registry if key not in _UNSUPPORTED))
         raise ValueError(
-            f"core_attn_implementation={name!r} cannot work on shared-out sequences: allowed are {names}. Load the "
-            'model with one of them, attn_implementation="sdpa" say.'
+            f"core_attn_implementation={name!r} does not support sequence parallelism; allowed are {names}. Load the "
+            'model with one of them, for example attn_implementation="sdpa".'
         )
     registry[name] = sequence.ModelAttention.over(registry[name], name, group, disable_in_eval=disable_in_eval)
 
 
-def restore() -> None:
-    """Let all attentions be what they were."""
-    registry = attentions()
+def restore_attentions() -> None:
+    """Restore all original attention functions."""
+    registry = attention_registry()
     for name, function in list(registry.items()):
         if isinstance(function, sequence.ModelAttention):
             registry[name] = function.core

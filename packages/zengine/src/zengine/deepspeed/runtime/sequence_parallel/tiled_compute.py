@@ -1,7 +1,6 @@
 """Tiled computation by DeepSpeed's names, on `zpartition.sequence.tiled`.
 
-The classes have `apply` and no more.  `compute_params` are accepted and not needed: gradients of weights arrive once
-by themselves.
+The classes have only `apply`.  `compute_params` is ignored: each weight's gradient is accumulated once anyway.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: Reduction | None = "mean",
 ) -> Tensor:
-    """`fn(**tiles, **kwargs_to_pass)` for `shards` tiles of (batch, seqlen, ...) each, joined, and reduced if asked
-    to.
+    """Call `fn(**tiles, **kwargs_to_pass)` on `shards` tiles of (batch, seqlen, ...) tensors; join and reduce.
 
-    output_unshard_dimension: along which outputs are joined; 0: they are losses, one number each.
+    output_unshard_dimension: dim along which outputs are joined; 0: outputs are scalar losses.
     Every tensor that requires a gradient gets one, not only grad_requiring_tensor_key.
 
     Raises ValueError if a tensor has another length, or for another reduction.
@@ -43,7 +41,7 @@ def sequence_tiled_compute(
         shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in kwargs_to_shard.items())
         raise ValueError(
             f"seqlen={seqlen}, grad_requiring_tensor_key={grad_requiring_tensor_key!r}: kwargs_to_shard has "
-            f"{shapes}; all of (batch, seqlen, ...) and the key among them are needed."
+            f"{shapes}; all must be (batch, seqlen, ...) and include that key."
         )
 
     def of_tiles(*tiles: Tensor) -> Tensor:
@@ -54,13 +52,13 @@ def sequence_tiled_compute(
     if output_reduction is None:
         return joined
     if output_reduction not in ("mean", "sum"):
-        raise ValueError(f'output_reduction={output_reduction!r}: None, "mean" or "sum" is needed.')
+        raise ValueError(f'output_reduction={output_reduction!r}: use None, "mean" or "sum".')
     return joined.mean() if output_reduction == "mean" else joined.sum()
 
 
 @final
 class SequenceTiledCompute:
-    """`sequence_tiled_compute`, as an autograd function is called."""
+    """`sequence_tiled_compute` with the call of an autograd function."""
 
     @staticmethod
     def apply(
@@ -75,7 +73,7 @@ class SequenceTiledCompute:
         output_reduction: Reduction | None,
         *args: Any,
     ) -> Tensor:
-        """args: values of `keys_to_shard`, then of `keys_to_pass`."""
+        """Call it; args: values of `keys_to_shard`, then of `keys_to_pass`."""
         cut = len(keys_to_shard)
         return sequence_tiled_compute(
             fn,
@@ -92,7 +90,7 @@ class SequenceTiledCompute:
 
 @final
 class TiledMLP:
-    """An MLP tile after tile; backward runs it again."""
+    """MLP over tiles of tokens; backward recomputes it."""
 
     @staticmethod
     def apply(
@@ -102,14 +100,14 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[Any] | None = None,
     ) -> Tensor:
-        """`fn(self, x)` for x (..., tokens, width), `shards` runs of tokens one after the other."""
+        """Call `fn(self, x)` for x (..., tokens, width) on `shards` consecutive tiles of tokens; join the results."""
         dim = x.dim() - 2
         return torch.cat(sequence.tiled(lambda tile: fn(self, tile), [x], shards, dim=dim), dim)
 
 
 @final
 class TiledFusedLogitsLoss:
-    """A loss tile after tile, whose backward is done in the forward pass."""
+    """Loss over tiles of tokens; its backward runs in the forward pass."""
 
     @staticmethod
     def apply(
@@ -122,16 +120,18 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[Any] | None = None,
         output_reduction: Reduction = "mean",
     ) -> Tensor:
-        """The mean or sum of `fn(self, x, y)`, or `fn(self, x, y, mask)`, over `shards` runs of tokens.
+        """Return the mean or sum of `fn(self, x, y)`, or `fn(self, x, y, mask)`, over `shards` tiles of tokens.
 
-        x: (batch, tokens, ...) hidden states; y: (batch, tokens, ...) labels; mask: (batch, tokens).  `fn` gets them
-        with batch and tokens in one dim.
+        x: (batch, tokens, ...) hidden states; y: (batch, tokens, ...) labels; mask: (batch, tokens).  `fn`
+        receives them with batch and tokens flattened.
 
-        Raises ValueError if they are not of the same tokens, or for another reduction.
+        Raises ValueError if shapes do not match, or for another reduction.
         """
         tensors = [x, y] if mask is None else [x, y, mask]
         if any(tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2] for tensor in tensors):
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-            raise ValueError(f"x, y and mask of shapes {shapes}: (batch, tokens, ...) of the same tokens are needed.")
+            raise ValueError(
+                f"x, y and mask of shapes {shapes}: they must be (batch, tokens, ...) with equal batch and tokens."
+            )
         flat = [tensor.flatten(0, 1) for tensor in tensors]
         return sequence.tiled_loss(lambda *tiles: fn(self, *tiles), flat, shards, reduction=output_reduction)

@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: sequences over ranks for Transformers, and tiled computation.
+"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: sequence parallelism for Transformers, and tiled computation.
 
-`register_with_transformers` puts a `zpartition.sequence.ModelAttention` where Transformers looks an attention up, for
-all models of the process, and returns the groups as an `mpu` for `initialize`.  `unregister` undoes it.
+`register_with_transformers` replaces an attention function of Transformers by `zpartition.sequence.ModelAttention`,
+for all models of the process, and returns the groups as an `mpu` for `initialize`.  `unregister` undoes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zcomm
 from zengine.deepspeed.runtime.sequence_parallel.parallel_state_sp import initialize_sequence_parallel
-from zengine.deepspeed.runtime.sequence_parallel.registry import config_of, put, restore
+from zengine.deepspeed.runtime.sequence_parallel.registry import config_of, register_attention, restore_attentions
 from zengine.deepspeed.runtime.sequence_parallel.tiled_compute import (
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
@@ -34,7 +34,7 @@ __all__ = [
 
 @final
 class UlyssesSPAttentionHF(nn.Module):
-    """An attention of Transformers over shared-out sequences; most will want `register_with_transformers`."""
+    """Sequence-parallel attention for Transformers; usually made by `register_with_transformers`."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class UlyssesSPAttentionHF(nn.Module):
         global_seq_length: int | None = None,
         disable_in_eval: bool = False,
     ) -> None:
-        """attn: `(module, query, key, value, mask, **options) -> (output, weights)`, as "sdpa" is.
+        """attn: `(module, query, key, value, mask, **options) -> (output, weights)`, like "sdpa".
 
-        The sizes are read of the tensors; the number of heads is checked here.
-        Raises ValueError if heads cannot be shared out.
+        Sizes come from the tensors; only the numbers of heads are checked here.
+        Raises ValueError if the heads cannot be assigned to the ranks.
         """
         super().__init__()
         sequence.HeadAssignment(attn_head_count, kv_head_count, zcomm.group_size(process_group))
@@ -62,7 +62,7 @@ class UlyssesSPAttentionHF(nn.Module):
     def forward(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """(output (batch, tokens, width of all heads), None)."""
+        """Return (output (batch, tokens, width of all heads), None)."""
         out, weights = self.attn(module, query, key, value, attention_mask, **kwargs)
         return out.flatten(2), weights
 
@@ -78,50 +78,50 @@ class UlyssesSPAttentionHF(nn.Module):
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> zcomm.Groups | None:
-        """Let models with this attention train on pieces of sequences; returns the `mpu`, None for a size of 1.
+        """Make models with this attention sequence-parallel; return the `mpu`, or None for a size of 1.
 
-        model_name_or_path: a model, or the name or path of one, whose heads are checked.
-        core_attn_implementation: what the model was loaded with: "sdpa", "flex_attention", a flash attention.
-        seq_length (or max_length, its old name): tokens of a whole sequence where all have equally many; checked.
-        disable_in_eval: modules in evaluation get whole sequences.
+        model_name_or_path: a model, or the name or path of one; its numbers of heads are checked.
+        core_attn_implementation: the attention of the model: "sdpa", "flex_attention", a flash attention.
+        seq_length (max_length in older releases): tokens of a whole sequence, if all are equal; checked.
+        disable_in_eval: modules in eval mode get whole sequences.
 
-        Raises ValueError, before any message, if heads or tokens cannot be shared out, or for another attention.
+        Raises ValueError, before communication, if heads or tokens cannot be split, or for another attention.
         """
         if sequence_parallel_size == 1:
             return None
         config, loaded = config_of(model_name_or_path)
         length = seq_length or max_length
         if not seq_length_is_variable and length is None:
-            raise ValueError("seq_length_is_variable=False needs seq_length=, tokens of a whole sequence.")
+            raise ValueError("seq_length_is_variable=False needs seq_length=, the tokens of a whole sequence.")
         if loaded and loaded != core_attn_implementation:
             raise ValueError(
                 f"core_attn_implementation={core_attn_implementation!r}, but the model was loaded with "
-                f"attn_implementation={loaded!r}: give both the same."
+                f"attn_implementation={loaded!r}: use the same for both."
             )
         heads = config.num_attention_heads
         sequence.HeadAssignment(heads, getattr(config, "num_key_value_heads", None) or heads, sequence_parallel_size)
         if length is not None:
             sequence.Split(sequence_parallel_size).check(length, "seq_length")
         groups = initialize_sequence_parallel(sequence_parallel_size)
-        put(core_attn_implementation, groups.sequence(), disable_in_eval=disable_in_eval)
+        register_attention(core_attn_implementation, groups.sequence(), disable_in_eval=disable_in_eval)
         return groups
 
     @staticmethod
     def unregister() -> None:
-        """Let the attentions of Transformers be what they were."""
-        restore()
+        """Restore the attention functions of Transformers."""
+        restore_attentions()
 
 
 @final
 class UlyssesSPDataLoaderAdapter:
-    """Around a loader that gives each sequence rank other batches: pieces of all of them, one after the other.
+    """Wraps a loader whose batches differ between sequence ranks: this rank's shard of each rank's batch in turn.
 
-    After `sp_world_size` pieces everybody has done their part of as many batches.  `labels` become `shift_labels`.
-    What else is asked is the loader's own (`set_epoch`, `dataset`).
+    After `sp_world_size` shards every rank has processed its part of that many batches.  `labels` become
+    `shift_labels`.  Other attributes are the loader's (`set_epoch`, `dataset`).
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-        """sp_rank, sp_world_size: as the group has them.  device: accepted; pieces stay where the batches are.
+        """Wrap `dl`.  sp_rank, sp_world_size: must match the group.  device: ignored; shards stay in place.
 
         Raises ValueError if the group has another size or rank.
         """
@@ -133,23 +133,23 @@ class UlyssesSPDataLoaderAdapter:
             )
         self.dl = dl
         self._batches = sequence.ExchangedBatches.over(dl, sp_group)
-        self._pieces: Iterator[dict[str, Any]] | None = None
+        self._shards: Iterator[dict[str, Any]] | None = None
 
     def __len__(self) -> int:
-        """Pieces of an epoch."""
+        """Return the shards of an epoch."""
         return len(self._batches)
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next piece; after the last of an epoch StopIteration, and then those of another one."""
-        if self._pieces is None:
-            self._pieces = iter(self._batches)
+        """Return the next shard; StopIteration ends an epoch, and the next call begins another."""
+        if self._shards is None:
+            self._shards = iter(self._batches)
         try:
-            return next(self._pieces)
+            return next(self._shards)
         except BaseException:
-            self._pieces = None
+            self._shards = None
             raise
 
     def __getattr__(self, name: str) -> Any:

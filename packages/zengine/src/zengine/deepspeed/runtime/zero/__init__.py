@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: models that are built without their memory, and whole weights for people."""
+"""`deepspeed.zero`: sharded construction of models, and gathered parameters."""
 
 from __future__ import annotations
 

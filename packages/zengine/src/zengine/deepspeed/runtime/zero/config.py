@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.config`: names for the stages."""
+"""`deepspeed.runtime.zero.config`: enums of stages and offload devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["OffloadDeviceEnum", "ZeroStageEnum"]
 
 
 class ZeroStageEnum(enum.IntEnum):
-    """What is split over the ranks."""
+    """ZeRO stages, named by what they shard."""
 
     disabled = 0
     optimizer_states = 1
@@ -18,7 +18,7 @@ class ZeroStageEnum(enum.IntEnum):
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Where something is put."""
+    """Offload targets."""
 
     none = "none"
     cpu = "cpu"

@@ -1,10 +1,9 @@
 """`zero.Init`, `zero.GatheredParameters` and the names around them, on zpartition's `Init` and `gathered`.
 
-What differs.  A model built inside `Init` has the weights of a plain build with the same seed, and they are made when
-`initialize` takes them, each rank its own part; nothing is patched, and nothing outlives the block but the marks
-(`ds_id` and its family, see marks.py).  Edits without `modifier_rank` count if all ranks make the same, and are
-refused else, where DeepSpeed loses them.  Parameters that are used outside their module are found by themselves, so
-that registering them changes nothing.
+Differences from DeepSpeed.  A model built inside `Init` has the weights of a plain build with the same seed;
+`initialize` creates them, each rank its own part.  Nothing is patched, and only the marks (`ds_id` etc., marks.py)
+outlive the block.  Edits without `modifier_rank` are kept if all ranks make the same, and raise otherwise; DeepSpeed
+loses them.  Parameters that are used outside their module are detected, so registering them has no effect.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from zengine.deepspeed.marks import (
     ZeroParamStatus,
     ZeroParamType,
     external_parameters,
-    holding,
+    is_marked,
     mark,
-    marked,
+    mark_available,
 )
 
 __all__ = [
@@ -45,12 +44,12 @@ __all__ = [
 
 @final
 class Init(AbstractContextManager["Init"]):
-    """Modules built inside get their memory in `deepspeed.initialize`, each rank its part.
+    """Defers memory: modules built inside are materialized by `deepspeed.initialize`, each rank its own part.
 
-    enabled: False makes the block do nothing.  dtype: of floating tensors made inside, torch's default otherwise;
-    bf16 or fp16 in `config_dict_or_path` come in with `initialize`, which casts before there is memory.
-    module: one that exists already is marked, and otherwise left as it is: `initialize` splits it.
-    The other arguments tune DeepSpeed's buffers, or say what the config says again, and are accepted.
+    enabled: False makes the block do nothing.  dtype: of floating tensors made inside, by default torch's; bf16 or
+    fp16 of the config applies in `initialize`, which casts before it allocates.
+    module: an existing module is only marked; `initialize` shards it.
+    Other arguments tune DeepSpeed's buffers or repeat the config, and are ignored.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class Init(AbstractContextManager["Init"]):
         self._enabled = enabled and module is None
         self._dtype = dtype
         self._undo = ExitStack()
-        self._made: list[Parameter] = []  # in the order in which modules take them
+        self._made: list[Parameter] = []  # in order of registration
         if enabled and module is not None:
             self._made.extend(module.parameters())
             self._mark()
 
     def __enter__(self) -> Init:
         if self._enabled:
-            init_distributed()  # as DeepSpeed does: edits before `initialize` have to reach all ranks
+            init_distributed()  # as DeepSpeed does: edits before `initialize` must reach all ranks
             self._undo.callback(self._mark)
-            note: Any = lambda _module, _name, param: self._made.append(param)  # noqa: E731
-            self._undo.callback(register_module_parameter_registration_hook(note).remove)
-            device = get_accelerator().current_device_name()  # new layers go beside: a larger embedding, an adapter
+            record: Any = lambda _module, _name, param: self._made.append(param)  # noqa: E731
+            self._undo.callback(register_module_parameter_registration_hook(record).remove)
+            device = get_accelerator().current_device_name()  # for layers added later: a larger embedding, an adapter
             self._undo.enter_context(zpartition.Init(make_buffers=True, fake_device=device))
             if self._dtype is not None:
                 self._undo.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -104,11 +103,11 @@ class Init(AbstractContextManager["Init"]):
 
 @final
 class GatheredParameters(AbstractContextManager[None]):
-    """The parameters whole inside the block; every rank must enter it.
+    """Gathers parameters inside the block; every rank must enter it.
 
-    modifier_rank: the rank whose edits count; None: those that all ranks make alike.  Parameters that nobody has
-        split are left alone.
-    fwd_module: gets them as external parameters; that one is used elsewhere is found out anyway.
+    modifier_rank: rank whose edits are broadcast; None: edits must be equal on all ranks.  Unsharded parameters are
+        unchanged.
+    fwd_module: registers them as external parameters, which is optional: external uses are detected.
     """
 
     def __init__(
@@ -118,16 +117,16 @@ class GatheredParameters(AbstractContextManager[None]):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._params = _listed(params) if enabled else []
+        self._params = _to_list(params) if enabled else []
         self._modifier_rank = modifier_rank
         self._open = ExitStack()
         if fwd_module is not None:
-            for param in filter(marked, self._params):
+            for param in filter(is_marked, self._params):
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
         with ExitStack() as opening:
-            opening.enter_context(holding(self._params))
+            opening.enter_context(mark_available(self._params))
             opening.enter_context(zpartition.gathered(self._params, modifier_rank=self._modifier_rank))
             self._open = opening.pop_all()
 
@@ -136,24 +135,24 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
-    """List it in `module.ds_external_parameters()`: a parameter that a running module reads is gathered anyway.
+    """Add `parameter` to `module.ds_external_parameters()`; external uses are detected without it.
 
-    Raises RuntimeError for what is no parameter.
+    Raises RuntimeError if it is not a Parameter.
     """
-    _refuse_other("register_external_parameter", parameter)
+    _check_parameter("register_external_parameter", parameter)
     external_parameters(module)[id(parameter)] = parameter
 
 
 def unregister_external_parameter(module: nn.Module, parameter: Parameter) -> None:
-    """Take it off that list.  RuntimeError for what is no parameter, or was not registered."""
-    _refuse_other("unregister_external_parameter", parameter)
+    """Remove `parameter` from that list.  Raises RuntimeError if it is not a Parameter, or was not registered."""
+    _check_parameter("unregister_external_parameter", parameter)
     if external_parameters(module).pop(id(parameter), None) is None:
         raise RuntimeError(
             f"unregister_external_parameter(): this parameter was not registered with {type(module).__name__}"
         )
 
 
-def _refuse_other(function: str, parameter: object) -> None:
+def _check_parameter(function: str, parameter: object) -> None:
     if not isinstance(parameter, Parameter):
         raise RuntimeError(f"{function}() takes a torch.nn.Parameter, not {type(parameter).__name__}")
 
@@ -161,14 +160,14 @@ def _refuse_other(function: str, parameter: object) -> None:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], target_fp_dtype: torch.dtype | None = None, target_device: Any = None
 ) -> Callable[..., Any]:
-    """The constructor as it is: `Init` patches none.  Transformers replaces this name while it builds a model."""
+    """Return `fn`: `Init` patches no constructors.  Transformers replaces this name while it builds a model."""
     return fn
 
 
 _orig_torch_arange = torch.arange
 
 
-def _listed(params: Any) -> list[Parameter]:
+def _to_list(params: Any) -> list[Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
     given = [params] if isinstance(params, torch.Tensor) else params

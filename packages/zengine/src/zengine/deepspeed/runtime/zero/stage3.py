@@ -1,6 +1,6 @@
 """`deepspeed.runtime.zero.stage3`: DeepSpeed's estimate of the model states' memory at stage 3, in bytes.
 
-Its formulas leave out activations and buffers; zpartition.plan() counts what this library will really allocate.
+DeepSpeed's formulas exclude activations and buffers; zpartition.plan() counts what this library allocates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[float, float, int]:
-    """(host bytes of a node, device bytes of a rank, bytes of the largest layer in half precision)."""
+    """Return (host bytes of a node, device bytes of a rank, bytes of the largest layer in half precision)."""
     ranks, factor = num_gpus_per_node * num_nodes, additional_buffer_factor
     layer = 4 * largest_layer_params
     if not cpu_offload:
@@ -39,7 +39,7 @@ def estimate_zero3_model_states_mem_needs(
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """(all parameters, those of the module that has most of its own)."""
+    """Return (elements of the model, elements of its largest layer)."""
     total = sum(param.numel() for param in model.parameters())
     layers = (sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules())
     return total, max(layers)
@@ -48,7 +48,7 @@ def model_to_params(model: nn.Module) -> tuple[int, int]:
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimate for every kind of offload."""
+    """Print the estimate of a model for every kind of offload."""
     total, largest = model_to_params(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -62,7 +62,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same, from the numbers alone."""
+    """Print the estimate from numbers of elements."""
     print(
         f"Estimated memory of params, optim states and gradients for {num_nodes} node(s) of {num_gpus_per_node} "
         f"device(s): {total_params / 1e6:.0f}M total, {largest_layer_params / 1e6:.0f}M in the largest layer.\n"

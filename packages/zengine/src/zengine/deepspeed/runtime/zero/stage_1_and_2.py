@@ -18,7 +18,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[float, float]:
-    """(host bytes of a node, device bytes of a rank)."""
+    """Return (host bytes of a node, device bytes of a rank)."""
     ranks = num_gpus_per_node * num_nodes
     if cpu_offload:
         return total_params * max(4 * ranks, 16) * additional_buffer_factor, 2 * total_params
@@ -31,7 +31,7 @@ def estimate_zero2_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the estimate with and without offload."""
+    """Print the estimate of a model with and without offload."""
     total = sum(param.numel() for param in model.parameters())
     estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -39,7 +39,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """The same, from the numbers alone."""
+    """Print the estimate from the number of elements."""
     print(
         f"Estimated memory of params, optim states and gradients for {num_nodes} node(s) of {num_gpus_per_node} "
         f"device(s): {total_params / 1e6:.0f}M total.\n  per CPU  |  per GPU |   Options"

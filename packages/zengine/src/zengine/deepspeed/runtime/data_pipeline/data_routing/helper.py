@@ -1,7 +1,7 @@
 """`deepspeed.runtime.data_pipeline.data_routing.helper`: random-LTD without rewriting the model.
 
-Here the engine finds the layers by `data_efficiency.data_routing.random_ltd` and puts hooks on them, so a model needs
-no conversion before, and its weights have their own names after.
+The engine registers hooks on the layers that `data_efficiency.data_routing.random_ltd` names, so a model needs no
+conversion, and its weights keep their names.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["convert_to_random_ltd", "save_without_random_ltd"]
 
 
 def convert_to_random_ltd(model: nn.Module, convert_type: type | None = None) -> nn.Module:
-    """`model` as it is: `initialize` does the rest, by the config."""
+    """Return `model` unchanged: `initialize` applies random-LTD from the config."""
     return model
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
-    """The weights, whose names were never changed."""
+    """Return the state dict; its names never change."""
     return model.state_dict()

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zengine.data.files.arrays import digest, mapped_array, save_array
+from zengine.data.metrics import digest, open_array, save_array
 
 
 def test_an_array_comes_back_mapped_and_numpy_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.npy"
     save_array(path, np.arange(6)[::2])
-    assert mapped_array(path).tolist() == np.load(path).tolist() == [0, 2, 4]
-    assert isinstance(mapped_array(path), np.memmap)
+    assert open_array(path).tolist() == np.load(path).tolist() == [0, 2, 4]
+    assert isinstance(open_array(path), np.memmap)
     assert [file.name for file in path.parent.iterdir()] == ["a.npy"]
 
 
@@ -24,7 +24,7 @@ def test_objects_are_neither_written_nor_read(tmp_path: Path) -> None:
         save_array(tmp_path / "a.npy", things)
     np.save(tmp_path / "b.npy", things)
     with pytest.raises(ValueError, match="Python objects"):
-        mapped_array(tmp_path / "b.npy")
+        open_array(tmp_path / "b.npy")
 
 
 def test_a_digest_tells_arrays_apart() -> None:

@@ -1,7 +1,8 @@
-"""Feed: the loader settings of one rank, and the loaders made from them.
+"""Loader factory: the data settings of one rank, and the loaders made from them.
 
-feed = Feed(micro_batch_size=4, rank=0, world_size=1, seed=1)
-loader = feed.plain(dataset)                            # or .sampled, .curriculum, .packed
+factory = LoaderFactory(micro_batch_size=4, rank=0, world_size=1, seed=1)
+loader = factory.plain(dataset)                     # or .sampled, .curriculum, .packed
+loader = make_loader(dataset, ...)                  # `plain` in one call, for custom training loops
 """
 
 from __future__ import annotations
@@ -14,31 +15,29 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
-from zengine.data.files.metrics import MetricError
 from zengine.data.loaders.base import Loader
 from zengine.data.loaders.curriculum import CurriculumLoader
-from zengine.data.loaders.delivery import delivery_to
-from zengine.data.loaders.fetch import Fetching
-from zengine.data.loaders.indexed import MapLoader
+from zengine.data.loaders.fetch import BatchFetcher, make_prefetcher
+from zengine.data.loaders.indexed import MapLoader, SampledLoader
 from zengine.data.loaders.packed import PackedLoader
-from zengine.data.loaders.sampled import SampledLoader
 from zengine.data.loaders.stream import StreamLoader
-from zengine.data.order.curriculum import CurriculumWalk, Limit
+from zengine.data.metrics import MetricError
+from zengine.data.order.curriculum import CurriculumOrder, Limit
 from zengine.data.order.order import Order
 from zengine.data.order.packing import PackedOrder, Packing
 
 
 @attrs.frozen(kw_only=True)
-class Feed:
+class LoaderFactory:
     """Settings shared by all loaders of a rank."""
 
     micro_batch_size: int  # samples of this rank in a micro-step
     rank: int = 0  # among the ranks that share the data
-    world_size: int = 1  # so many
+    world_size: int = 1  # number of these ranks
     accumulation: int = 1  # micro-steps of an optimizer step
     seed: int = 1234
-    drop_last: bool = False  # leave out the rest of an epoch; else it is filled up
-    fetching: Fetching = attrs.field(factory=Fetching)
+    drop_last: bool = False  # drop the incomplete last micro-step of an epoch; otherwise pad it
+    fetcher: BatchFetcher = attrs.field(factory=BatchFetcher)
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -47,22 +46,22 @@ class Feed:
             )
 
     def plain(self, dataset: Any, *, shuffle: bool = True) -> Loader:
-        """Load all samples, reshuffled each epoch; an IterableDataset is passed through.
+        """Load all samples, reshuffled each epoch; an IterableDataset keeps its own order.
 
         Raises:
             TypeError: `dataset` is not a dataset.
-            ValueError: it is smaller than one micro-batch of all ranks.
+            ValueError: `dataset` is smaller than one micro-batch of all ranks.
         """
         if not isinstance(dataset, IterableDataset):
             order = self._order(dataset, shuffle=shuffle)
-            return MapLoader(dataset, order, rank=self.rank, drop_last=self.drop_last, fetching=self.fetching)
+            return MapLoader(dataset, order, rank=self.rank, drop_last=self.drop_last, fetcher=self.fetcher)
         return StreamLoader(
             dataset,
             self.micro_batch_size,
             world_size=self.world_size,
             seed=self.seed,
             drop_last=self.drop_last,
-            fetching=self.fetching,
+            fetcher=self.fetcher,
         )
 
     def sampled(self, dataset: Any, sampler: Iterable[int]) -> Loader:
@@ -74,30 +73,32 @@ class Feed:
             world_size=self.world_size,
             seed=self.seed,
             drop_last=self.drop_last,
-            fetching=self.fetching,
+            fetcher=self.fetcher,
         )
 
     def curriculum(self, dataset: Any, limits: tuple[Limit, ...], *, num_epochs: int = 1) -> Loader:
-        """Load the samples that are easy enough for the step; an iteration lasts `num_epochs`.
+        """Load the samples that the limits admit at each step; an iteration lasts `num_epochs`.
 
         Raises:
-            MetricError: a metric is not of this dataset.
+            MetricError: a metric belongs to another dataset.
         """
         order = self._order(dataset, shuffle=True)
         for limit in limits:
             limit.index.check_covers(order.num_samples)
-        walk = CurriculumWalk(order=order, limits=limits, accumulation=self.accumulation)
-        return CurriculumLoader(dataset, walk, rank=self.rank, num_epochs=num_epochs, fetching=self.fetching)
+        order = CurriculumOrder(order=order, limits=limits, accumulation=self.accumulation)
+        return CurriculumLoader(dataset, order, rank=self.rank, num_epochs=num_epochs, fetcher=self.fetcher)
 
     def packed(self, dataset: Any, lengths: NDArray[Any], packing: Packing) -> Loader:
-        """Load micro-batches of as many samples as fit.
+        """Load micro-batches of as many samples as fit into the token budget.
 
         Raises:
-            MetricError: `lengths` are not of this dataset, or there is too little for one step.
+            MetricError: `lengths` belong to another dataset, or the dataset is too small for one step.
         """
         num_samples = self.length_of(dataset)
         if lengths.shape != (num_samples,):
-            raise MetricError(f"{lengths.shape} lengths do not belong to a dataset of {num_samples} samples")
+            raise MetricError(
+                f"lengths has shape {lengths.shape}; a dataset of {num_samples} samples needs ({num_samples},)"
+            )
         order = PackedOrder(
             lengths=lengths,
             packing=packing,
@@ -107,7 +108,7 @@ class Feed:
             drop_last=self.drop_last,
         )
         return PackedLoader(
-            dataset, order, rank=self.rank, micro_batch_size=self.micro_batch_size, fetching=self.fetching
+            dataset, order, rank=self.rank, micro_batch_size=self.micro_batch_size, fetcher=self.fetcher
         )
 
     def _order(self, dataset: Any, *, shuffle: bool) -> Order:
@@ -126,32 +127,63 @@ class Feed:
             raise TypeError(
                 "training data must be a torch Dataset or a sequence with __len__ and __getitem__(index), or a "
                 f"torch IterableDataset; got {type(dataset).__name__}. Pass the dataset itself, not a DataLoader or "
-                f"an iterator over it; of a dict of splits pass one"
+                "an iterator over it; of a dict of splits, pass one split"
             )
         return len(dataset)
 
 
 def is_indexed(dataset: Any) -> bool:
-    """Return True if it has a length and an index, and is neither a mapping nor text."""
+    """Return True if `dataset` has __len__ and __getitem__, and is neither a mapping nor text."""
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return indexed and not isinstance(dataset, (Mapping, str, bytes))
 
 
-def fetching_of(
+def make_fetcher(
     *,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
     pin_memory: bool,
     device: torch.device,
     prefetch: int,
-    shared_by: tuple[int, ...] = (),
-) -> Fetching:
-    """Return the fetching of batches on `device`, `prefetch` of them ahead (0: they stay on the host)."""
+    shared_seed: tuple[int, ...] = (),
+) -> BatchFetcher:
+    """Return a fetcher that moves batches to `device`, `prefetch` of them ahead (0: batches stay on the host)."""
     moves = device.type == "cuda" and prefetch > 0
-    return Fetching(
+    return BatchFetcher(
         collate_fn=collate_fn or default_collate,
         num_workers=num_workers,
         pin_memory=pin_memory or moves,
-        deliver=delivery_to(device, num_ahead=prefetch, num_workers=num_workers),
-        shared_by=shared_by,
+        prefetcher=make_prefetcher(device, num_ahead=prefetch, num_workers=num_workers),
+        shared_seed=shared_seed,
     )
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    drop_last: bool,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    shuffle: bool = True,
+) -> Loader:
+    """Return the loader of `rank`, one of `world_size` ranks that share the data.
+
+    drop_last: drop the samples at the end of an epoch that do not fill a micro-batch of all ranks; otherwise the
+    start of the epoch's order fills that micro-batch.  pin_memory: applies if there is a CUDA device.
+    Raises TypeError if `dataset` is not a dataset, and ValueError if it is smaller than one micro-batch of all ranks.
+    """
+    fetcher = BatchFetcher(collate_fn=collate_fn or default_collate, num_workers=num_workers, pin_memory=pin_memory)
+    factory = LoaderFactory(
+        micro_batch_size=micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        drop_last=drop_last,
+        fetcher=fetcher,
+    )
+    return factory.plain(dataset, shuffle=shuffle)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zengine.data import MetricError, MetricIndex, length_of
-from zengine.data.files.metrics import lengths_of
+from zengine.data.metrics import lengths_of
 
 
 def test_an_index_answers_by_value_and_by_percentile() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zengine.data import MetricIndex
-from zengine.data.files.megatron_index import read_order, read_pair
+from zengine.data.metrics import read_megatron_order, read_megatron_pair
 
 
 def test_indexes_of_other_analyzers_are_read(tmp_path: Path) -> None:
@@ -20,22 +20,22 @@ def test_indexes_of_other_analyzers_are_read(tmp_path: Path) -> None:
     assert index.samples.tolist() == [4, 1, 2, 0, 3]
     assert index.metrics.tolist() == [10, 20, 20, 30, 30]
     assert MetricIndex.load(tmp_path / "samples").metrics.tolist() == [0, 1, 2, 3, 4]
-    assert read_order(tmp_path / "samples.bin").tolist() == [4, 1, 2, 0, 3]
+    assert read_megatron_order(tmp_path / "samples.bin").tolist() == [4, 1, 2, 0, 3]
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     write_megatron(tmp_path / "samples", [[4], [2, 1]], code=4)
     write_megatron(tmp_path / "values", [[10], [20], [30]], code=5)
     with pytest.raises(ValueError, match=r"has 2 entries and .* 3 with 3 numbers"):
-        read_pair(tmp_path / "samples", tmp_path / "values")
+        read_megatron_pair(tmp_path / "samples", tmp_path / "values")
     with pytest.raises(ValueError, match=r"nowhere is neither a \.npy file nor a Megatron index"):
-        read_order(tmp_path / "nowhere")
+        read_megatron_order(tmp_path / "nowhere")
     (tmp_path / "samples.idx").write_bytes(b"x" * 40)
     with pytest.raises(ValueError, match=r"neither a \.npy file nor a Megatron index"):
-        read_order(tmp_path / "samples")
+        read_megatron_order(tmp_path / "samples")
     (tmp_path / "values.bin").write_bytes(bytes(16))
-    with pytest.raises(ValueError, match=r"speaks of 3 numbers, .*values\.bin has 2"):
-        read_order(tmp_path / "values")
+    with pytest.raises(ValueError, match=r"describes 3 numbers, but .*values\.bin has 2"):
+        read_megatron_order(tmp_path / "values")
 
 
 def write_megatron(stem: Path, entries: list[list[int]], code: int) -> None:

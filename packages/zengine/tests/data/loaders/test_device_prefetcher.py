@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from zengine.data.loaders.delivery import ToDevice, _Lane, as_they_come, delivery_to
+from zengine.data.loaders.fetch import DevicePrefetcher, _StreamCopy, make_prefetcher, no_prefetch
 
 
 def test_on_a_cpu_and_without_prefetch_batches_come_as_they_are() -> None:
-    assert delivery_to(torch.device("cpu"), num_ahead=3, num_workers=2) is as_they_come
-    assert delivery_to(torch.device("cuda"), num_ahead=0, num_workers=2) is as_they_come
+    assert make_prefetcher(torch.device("cpu"), num_ahead=3, num_workers=2) is no_prefetch
+    assert make_prefetcher(torch.device("cuda"), num_ahead=0, num_workers=2) is no_prefetch
     batches = iter([1])
-    assert as_they_come(batches) is batches
+    assert no_prefetch(batches) is batches
 
 
 @pytest.mark.parametrize(("num_workers", "fetched"), [(0, [1, 2, 3, 4]), (2, [3, 4, 4, 4])])
@@ -29,8 +29,8 @@ def test_batches_are_fetched_ahead_only_if_workers_make_them(num_workers: int, f
             count += 1
             yield {"x": torch.full((2,), value)}
 
-    deliver = delivery_to(torch.device("meta"), num_ahead=2, num_workers=num_workers)
-    seen = [(batch["x"].device.type, count) for batch in deliver(source())]
+    prefetch = make_prefetcher(torch.device("meta"), num_ahead=2, num_workers=num_workers)
+    seen = [(batch["x"].device.type, count) for batch in prefetch(source())]
     assert seen == [("meta", number) for number in fetched]
 
 
@@ -59,15 +59,15 @@ def test_on_streams_a_batch_is_waited_for_and_its_memory_kept(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("compute"))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: calls.append(f"kept for {stream.name}"))
-    lane = _Lane(Stream("copies"))
-    sent = lane.send({"x": torch.ones(2)}, torch.device("cpu"))
+    copier = _StreamCopy(Stream("copies"))
+    sent = copier.start({"x": torch.ones(2)}, torch.device("cpu"))
     assert calls == ["on copies", "copies records"]
-    assert lane.receive(sent)["x"].tolist() == [1, 1]
+    assert copier.finish(sent)["x"].tolist() == [1, 1]
     assert calls[2:] == ["compute waits for arrival", "kept for compute"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_values_arrive_on_the_stream_that_computes() -> None:
     host = [torch.full((1 << 20,), float(value)).pin_memory() for value in range(8)]
-    for value, batch in enumerate(ToDevice(device=torch.device("cuda"), num_ahead=2)(iter(host))):
+    for value, batch in enumerate(DevicePrefetcher(device=torch.device("cuda"), num_ahead=2)(iter(host))):
         assert float(batch.sum()) == value * (1 << 20)

@@ -1,1 +1,0 @@
-"""Files of datasets: arrays, metrics and indexes."""
