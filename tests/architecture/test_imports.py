@@ -66,16 +66,17 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zprecision": {"DynamicScaling"},
         "zcomm": {"init", "Degrees", "Groups"},
     },
-    # sizes of what is split over ranks, and whole tensors of it
-    "features/measuring.py": {"zpartition": {"FullTensors", "experts.active_fractions"}},
+    # full shapes of split tensors; gradient norms by layer, summed over the ranks
+    "features/measuring.py": {
+        "zcomm": {"all_reduce", "all_gather_object"},
+        "zpartition": {"FullTensors", "experts.active_fractions", "pipeline_stages_of"},
+    },
     "checkpoint/weights.py": {
         "zpartition": {"FullTensors", "load_slices", "own_parts", "whole_state_dict"},
         "zckpt": {"interchange.read_weights"},
     },
     # parts of files in the place of tensors, for conversions that Transformers knows
     "checkpoint/huggingface.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
-    # one number a layer, summed over the ranks
-    "features/layer_norms.py": {"zcomm": {"all_reduce", "all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
     # the stages of a pipeline tell each other which of the layers they have
     "features/random_ltd.py": {"zcomm": {"all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
     # ranks compare what they waited for
@@ -127,9 +128,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
-    "checkpoint/export.py": {"zpartition": {"gathered", "FullTensors", "pipeline_stages_of"}},
-    # stages tell the first what they have, or that nothing will come, and are given as a value
-    "checkpoint/export_stages.py": {"zcomm": {"close_on_failure", "all_gather_object", "abort"}},
+    # stages send the first one their tensors, or abort
+    "checkpoint/export.py": {
+        "zcomm": {"close_on_failure", "all_gather_object", "abort"},
+        "zpartition": {"gathered", "FullTensors", "pipeline_stages_of"},
+    },
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},
@@ -137,11 +140,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # says if the loss scale moves
     "deepspeed_engine.py": {"zprecision": {"DynamicScaling"}},
-    # a stage under the engine's runner, scaler and partition; recognized without an import
-    "engine/pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
-    "engine/stages.py": {"zpartition": {"pipeline.PipelineModule"}},
-    # the world comes before the parts
-    "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
+    # recognizes a pipeline without an import
+    "imports.py": {"zpartition": {"pipeline.PipelineModule"}},
+    # the world comes before the parts; rank 0 measures bf16
+    "initialize.py": {
+        "zcomm": {"init", "detect", "all_gather_object", "group_rank"},
+        "zprecision": {"measure_bf16_speedup"},
+    },
     # from degrees, a mesh, an mpu or a split model to groups
     "build/groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"model_parallel_group_of", "replicas_of"}},
     # activation checkpoints, from what the config says of them
@@ -190,12 +195,14 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"detect"},
     },
     "pipeline_engine.py": {
-        "zpartition": {"gathered", "pipeline.Passes", "pipeline.PipelineError", "pipeline.Recorder"}
+        "zpartition": {
+            "gathered",
+            *(f"pipeline.{name}" for name in ("Passes", "PipelineError", "PipelineRunner", "Recorder")),
+        }
     },
     # ranks tell each other what they have and decide alike
     "build/agreement.py": {"zcomm": {"all_gather_object"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
-    "build/measure.py": {"zcomm": {"all_gather_object", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
     "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng"}, "zpartition": {"state_shards"}},
     "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
     "checkpoint/consensus.py": {

@@ -11,7 +11,7 @@ import torch
 
 import zcomm
 from zcomm.testing import run_ranks
-from zengine.checkpoint.export_stages import from_all_stages
+from zengine.checkpoint.export import from_all_stages
 from zengine.checkpoint.weight_files import Entry
 from zpartition import ModelParallelGroup
 

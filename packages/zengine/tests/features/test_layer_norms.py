@@ -12,7 +12,7 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.features.layer_norms import LayerNorms, layer_of
+from zengine.features.measuring import LayerNorms, layer_of
 from zpartition.pipeline import LayerSpec, PipelineModule
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zengine.build.measure import bf16_is_faster
 from zengine.commands import CommandError
 from zengine.config import Config, ConfigError, Facts, Problem
+from zengine.initialize import bf16_is_faster
 from zengine.planning.models import NotAFactory, Transformer, called, shape_of
 
 __all__ = ["facts_of", "make_model", "parse_auto"]

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from zengine.data.loaders.fetch import Fetching
-from zengine.rehearse import rehearsed
+from zengine.trial_load import trial_load
 
 _END = object()
 _MOST = 2**62
@@ -155,9 +155,9 @@ def nothing_to_do() -> None:
 
 
 def named_rehearsal(holder: Any, state: Any, name: str) -> Callable[[], None]:
-    """Call `rehearsed` on an object of the caller; errors become a ValueError that names it."""
+    """Call `trial_load` on an object of the caller; errors become a ValueError that names it."""
     try:
-        return rehearsed(holder, state)
+        return trial_load(holder, state)
     except Exception as error:  # of the caller's code
         refusal = f"{type(holder).__name__}.load_state_dict refuses it: {type(error).__name__}: {error}"
         raise ValueError(f"loader state: {name}: {refusal}") from error

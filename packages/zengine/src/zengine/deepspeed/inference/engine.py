@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zengine.build.tensor_parallel import TRIED_NUMEL
+from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merged
@@ -118,5 +118,5 @@ def _prepared(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
 def _is_to_be_run(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:
     """Return whether a plan has to be found by running the model, and memory for all of it is no question."""
     sharing = config.sharing
-    is_small = sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL
+    is_small = sum(param.numel() for param in module.parameters()) <= VERIFIED_NUMEL
     return not sharing.is_idle and is_small and splitting.written_plan(module, sharing) is None

@@ -1,6 +1,6 @@
 """Sinks: where telemetry writes its snapshots.  `zengine.telemetry.sinks.table` lists those of the config."""
 
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, training_goes_on
 
 __all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "training_goes_on"]
@@ -17,4 +17,4 @@ RENAMED = {
     "require_packages": "zengine.telemetry.sinks.table.require_packages",
 }
 
-__getattr__ = importing(__name__, {}, RENAMED)
+__getattr__ = lazy_attributes(__name__, {}, RENAMED)
