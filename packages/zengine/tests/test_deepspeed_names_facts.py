@@ -1,4 +1,4 @@
-"""What users look up on an engine."""
+"""Attributes and settings that users read from an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collector rests inside, and is as it was afterwards."""
+"""`gc_paused` disables the collector inside and restores it afterwards."""
 
 from __future__ import annotations
 

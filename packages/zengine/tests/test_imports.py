@@ -1,4 +1,4 @@
-"""A name is imported once, from its home; one that has none is no attribute."""
+"""Lazy names are imported once, on first use; unknown and old names raise."""
 
 from __future__ import annotations
 

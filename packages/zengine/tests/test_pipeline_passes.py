@@ -1,4 +1,4 @@
-"""One forward and one backward of a stage, as an engine carries them out."""
+"""Forward and backward of a stage with the parts of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report is truthy when the weights changed, and one line for people."""
+"""A report is truthy if the weights changed, and formats as one line."""
 
 from __future__ import annotations
 

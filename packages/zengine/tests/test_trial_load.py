@@ -1,4 +1,4 @@
-"""What can only load is asked by loading, and is as before."""
+"""A trial load leaves the object unchanged, and commits later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts a plan gets. (That they work together is tests/parity.)"""
+"""Parts that a plan gets. (tests/parity tests them together.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the config comes from."""
+"""Sources of the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who the ranks of an engine are to each other: from the config, a mesh, an mpu or a split model."""
+"""Process groups of an engine: from the config, a mesh, an mpu or a split model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A PipelineModule meets a config."""
+"""Checks of a PipelineModule against a config."""
 
 from __future__ import annotations
 

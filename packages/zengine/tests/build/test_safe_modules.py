@@ -1,4 +1,4 @@
-"""Names of classes whose gradients travel in the lower dtype."""
+"""Names of classes whose gradients are reduced in the lower dtype."""
 
 from __future__ import annotations
 

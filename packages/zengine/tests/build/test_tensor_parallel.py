@@ -1,4 +1,4 @@
-"""The module is split as the config, the model or its behaviour says."""
+"""Tensor-parallel split by the config, the model's plan or inference."""
 
 from __future__ import annotations
 

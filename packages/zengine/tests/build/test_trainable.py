@@ -1,4 +1,4 @@
-"""What an optimizer is made over."""
+"""Parameters to train, their dtypes and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of all stages arrive on the first rank, one at a time and as they are."""
+"""Export of all stages: tensors arrive on the first rank, one at a time and unchanged."""
 
 from __future__ import annotations
 

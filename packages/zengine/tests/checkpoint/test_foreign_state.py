@@ -1,4 +1,4 @@
-"""Options and schedules of torch's: what is taken, what is refused, and that asking changes nothing."""
+"""Saved options and schedules of torch: accepted or rejected, without side effects."""
 
 from __future__ import annotations
 

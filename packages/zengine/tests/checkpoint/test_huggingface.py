@@ -1,4 +1,4 @@
-"""Transformers' own conversions, carried out on names and places of what a folder holds."""
+"""Transformers' conversions, on names and places of tensors in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding of what schedules and optimizers keep."""
+"""JSON encoding of small state."""
 
 from __future__ import annotations
 

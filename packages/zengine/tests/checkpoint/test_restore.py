@@ -1,4 +1,4 @@
-"""What comes back: from disk and from the copy of a background save in memory."""
+"""Restore from disk, and from the in-memory copy of a background save."""
 
 from __future__ import annotations
 

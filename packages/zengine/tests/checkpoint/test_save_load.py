@@ -1,4 +1,4 @@
-"""Saving and loading: what is refused, and with which words. (That resuming is exact is tests/recovery.)"""
+"""Errors of saving and loading. (tests/recovery tests exact resumption.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights written tensor by tensor, read by those whose formats they are."""
+"""Weight files written tensor by tensor, read by torch and safetensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights from files: a byte that was flipped is told before anything is taken, on every rank."""
+"""Weights from files: a flipped byte raises on every rank before weights change."""
 
 from __future__ import annotations
 

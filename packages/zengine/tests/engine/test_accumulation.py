@@ -1,4 +1,4 @@
-"""Who decides about boundaries, and when gradients are reduced."""
+"""Accumulation boundaries, and the time of reduction."""
 
 from __future__ import annotations
 

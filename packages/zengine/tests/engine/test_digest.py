@@ -1,4 +1,4 @@
-"""Equal values have equal digests, others have others."""
+"""Equal values have equal digests, different values different ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the module and the engine both have: the module's where nobody expects the engine's, else it is told."""
+"""Attributes of the module through the engine: reached, or hidden with a log line; old names raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a forward is carried out: each runner alone, and the bits of autocast in an engine."""
+"""Runners alone, and bit-identity of autocast in an engine."""
 
 from __future__ import annotations
 

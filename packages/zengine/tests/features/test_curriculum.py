@@ -1,4 +1,4 @@
-"""The curriculum of lengths: the keyword or the cut, by step, in training alone; off it changes nothing."""
+"""Sequence-length curriculum: keyword or truncation by step, in training only."""
 
 from __future__ import annotations
 

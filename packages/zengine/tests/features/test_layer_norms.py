@@ -1,4 +1,4 @@
-"""Norms of gradients by layer, the same however they are cut."""
+"""Gradient norms by layer, equal for every partitioning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The features that look into a run, chosen by its config, on two ranks at ZeRO stage 3."""
+"""Profilers chosen by the config, on two ranks at ZeRO stage 3."""
 
 from __future__ import annotations
 

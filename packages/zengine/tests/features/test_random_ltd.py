@@ -1,4 +1,4 @@
-"""Layers that skip tokens: which they see, what goes around them, and that nothing else changes."""
+"""Random-LTD: tokens that layers process and bypass; nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share the layers of one model are told if they run different batches."""
+"""Tensor ranks with different batches raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a forward pass the backward pass computes again."""
+"""Share of a forward pass that backward recomputes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Profiles of stages make that of the model: pure arithmetic."""
+"""Join of the stages' profiles."""
 
 from zengine.flops.profile import FlopsProfile, ModuleCost
 from zengine.flops.stage_feature import join_stages, per_micro_batch, stage_lines

@@ -1,4 +1,4 @@
-"""The profile as text."""
+"""Profile as text."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _make_parts(
     scaler = zprecision.make_scaler(plan.scaling, world.device)
     scheduler = make_scheduler(optimizer, client, plan)
     slot = NoOptimizer() if optimizer is None else _slot(optimizer)
-    if isinstance(slot, ShardOptimizer):  # it expects no clipping and waits for nothing
+    if isinstance(slot, ShardOptimizer):  # speculative updates assume no clipping, and do not synchronize
         partition.speculate(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
     checkpointing = functools.cache(lambda: _checkpointing(plan, partition.mp_group, world.device))
     with ExitStack() as opened:  # closes parts if a later one cannot be made
@@ -247,9 +247,8 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
     if isinstance(client.optimizer, torch.optim.Optimizer):
         _warn_unused("optimizer", plan.optimizer.type)
         return client.optimizer
-    parameters: list[Any] = (
-        list(client.parameters) if client.parameters is not None else list(trainable_parameters(module))
-    )
+    given = client.parameters
+    parameters: list[Any] = list(trainable_parameters(module) if given is None else given)
     if not parameters and zpartition.pipeline_stages_of(module).size > 1:
         parameters = [{"params": []}]  # this stage has only functions, or tied weights of another stage
     if not parameters and (client.optimizer is not None or plan.optimizer.type):

@@ -122,7 +122,7 @@ class Prepared:
             commit()
 
 
-def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, what: RestoreScope) -> Prepared:
+def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, scope: RestoreScope) -> Prepared:
     """Decode and check the small state, and stage the optimizer's; the engine does not change.
 
     Raises:
@@ -131,17 +131,17 @@ def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, what
     objects, parts = small_state(checkpoint), run.parts
     commits: list[Commit] = []
     state = RestoredState()
-    if what.optimizer:
+    if scope.optimizer:
         commits += _scaler(run, objects)
-    if what.scheduler and objects.member("scheduler").member("kind").value == type(parts.scheduler).__name__:
+    if scope.scheduler and objects.member("scheduler").member("kind").value == type(parts.scheduler).__name__:
         member = objects.member("scheduler").member("state")
         commits.append(_prepare_part(functools.partial(prepare_schedule, parts.scheduler, run.optimizer), member))
-    if what.optimizer and run.optimizer is not None:
+    if scope.optimizer and run.optimizer is not None:
         options, state = _optimizer(run, run.optimizer, checkpoint)
         commits += [options, state.commit]
-    elif what.scheduler and run.optimizer is not None and parts.client_scheduler is not None:
+    elif scope.scheduler and run.optimizer is not None and parts.client_scheduler is not None:
         commits.append(functools.partial(_set_rates, run.optimizer, parts.client_scheduler))
-    if what.run:
+    if scope.run:
         commits += _run_state(run, features, checkpoint, objects)
     return Prepared(state, tuple(commits))
 

@@ -124,8 +124,8 @@ class Checkpoints:
         """
         run.clock.require_loadable("load_checkpoint")
         self.saver.wait()
-        peers, what = GroupPeers.of(run), RestoreScope.choose(module_only, optimizer, scheduler)
-        return _load(run, features, find(root, tag, peers), what, strict=strict)
+        peers, scope = GroupPeers.of(run), RestoreScope.choose(module_only, optimizer, scheduler)
+        return _load(run, features, find(root, tag, peers), scope, strict=strict)
 
     def restore_from_memory(self, run: Run, features: Sequence[SavedFeature]) -> dict[str, Any]:
         """See `Engine.restore_from_memory`."""
@@ -158,21 +158,21 @@ class Checkpoints:
 
 
 def _load(
-    run: Run, features: Sequence[SavedFeature], checkpoint: Source, what: RestoreScope, *, strict: bool
+    run: Run, features: Sequence[SavedFeature], checkpoint: Source, scope: RestoreScope, *, strict: bool
 ) -> tuple[str, dict[str, Any]]:
     """Decode and check everything on all ranks without changes; then fill tensors, and commit the rest."""
     partition, names, peers = run.parts.partition, frozenset(checkpoint.names()), GroupPeers.of(run)
-    left_out, client_state = on_every_rank(lambda: _checked(run, checkpoint, what), peers, NOTHING_LOADED)
+    left_out, client_state = on_every_rank(lambda: _checked(run, checkpoint, scope), peers, NOTHING_LOADED)
     check_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
     partition.admit_unfrozen()
     wanted = [shard for shard in _with_prefix(partition.shards_to_fill()) if shard.name in names]
     warn_rounded(wanted, checkpoint, peers.rank)
-    prepared = on_every_rank(lambda: prepare(run, features, checkpoint, what), peers, NOTHING_LOADED)
+    prepared = on_every_rank(lambda: prepare(run, features, checkpoint, scope), peers, NOTHING_LOADED)
     checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
     on_every_rank(prepared.state.stage_numbers, peers, NOTHING_LOADED)
     everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
     fill = checkpoint.prepare_read(everything, peers)
-    with run.clock.loading(f"the load of checkpoint {checkpoint.path}", what.parts, is_whole=strict):
+    with run.clock.loading(f"the load of checkpoint {checkpoint.path}", scope.parts, is_whole=strict):
         partition.zero_grad()
         fill()
         del fill, everything  # staged tensors are freed one by one as the optimizer adopts them
@@ -183,13 +183,13 @@ def _load(
     return str(checkpoint.path), client_state
 
 
-def _checked(run: Run, checkpoint: Source, what: RestoreScope) -> tuple[frozenset[str], dict[str, Any]]:
+def _checked(run: Run, checkpoint: Source, scope: RestoreScope) -> tuple[frozenset[str], dict[str, Any]]:
     """Check the kinds; return the names that were not saved and need not match, and the caller's state."""
     objects = small_state(checkpoint)
-    if what.run:
+    if scope.run:
         require_run(checkpoint)
     left_out = frozenset(MODEL + name.text() for name in objects.member("left_out", []).items())
-    check_kinds(run, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
+    check_kinds(run, checkpoint, optimizer=scope.optimizer, scheduler=scope.scheduler)
     client_state = objects.member("client_state", {})
     client_state.members()
     with errors_at(client_state):
