@@ -28,7 +28,7 @@ MAX_ENGINE_MEMBERS = 25  # including redefined names of nn.Module
 BOOLEANS = {
     "zpartition.layout.policy.ZeroPolicy": 2,  # two independent switches of the user's config
     "zengine.engine.clock.MicroStep": 2,  # two facts of one frozen value
-    "zengine.checkpoint.restore.What": 3,
+    "zengine.checkpoint.restore.RestoreScope": 3,
 }
 
 # The engine contains no type tests: features and policies are objects, or absent.

@@ -66,8 +66,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zprecision": {"DynamicScaling"},
         "zcomm": {"init", "Degrees", "Groups"},
     },
-    # sizes and whole tensors of split parameters
-    "features/measuring.py": {"zpartition": {"FullTensors", "experts.active_fractions"}},
+    # full shapes of split tensors; gradient norms by layer, summed over the ranks
+    "features/measuring.py": {
+        "zcomm": {"all_reduce", "all_gather_object"},
+        "zpartition": {"FullTensors", "experts.active_fractions", "pipeline_stages_of"},
+    },
     "checkpoint/weights.py": {
         "zpartition": {"FullTensors", "load_slices", "own_parts", "whole_state_dict"},
         "zckpt": {"interchange.read_weights"},
@@ -127,9 +130,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
-    "checkpoint/export.py": {"zpartition": {"gathered", "FullTensors", "pipeline_stages_of"}},
-    # stages send rank 0 their layers, or an error, and are passed as a value
-    "checkpoint/export_stages.py": {"zcomm": {"close_on_failure", "all_gather_object", "abort"}},
+    # stages send the first one their tensors, or abort
+    "checkpoint/export.py": {
+        "zcomm": {"close_on_failure", "all_gather_object", "abort"},
+        "zpartition": {"gathered", "FullTensors", "pipeline_stages_of"},
+    },
     # reports the kernels in use, and the transport between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},
@@ -137,11 +142,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # True for a dynamic loss scale
     "deepspeed_engine.py": {"zprecision": {"DynamicScaling"}},
-    # a pipeline stage, recognized without an import
-    "engine/pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
-    "engine/stages.py": {"zpartition": {"pipeline.PipelineModule"}},
-    # the world precedes the parts
-    "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
+    # recognizes a pipeline without an import
+    "imports.py": {"zpartition": {"pipeline.PipelineModule"}},
+    # the world comes before the parts; rank 0 measures bf16
+    "initialize.py": {
+        "zcomm": {"init", "detect", "all_gather_object", "group_rank"},
+        "zprecision": {"measure_bf16_speedup"},
+    },
     # from degrees, a mesh, an mpu or a split model to groups
     "build/groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"model_parallel_group_of", "replicas_of"}},
     # activation checkpoints, from the config
@@ -190,12 +197,14 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"detect"},
     },
     "pipeline_engine.py": {
-        "zpartition": {"gathered", "pipeline.Passes", "pipeline.PipelineError", "pipeline.Recorder"}
+        "zpartition": {
+            "gathered",
+            *(f"pipeline.{name}" for name in ("Passes", "PipelineError", "PipelineRunner", "Recorder")),
+        }
     },
     # ranks exchange their state and decide together
     "build/agreement.py": {"zcomm": {"all_gather_object"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
-    "build/measure.py": {"zcomm": {"all_gather_object", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
     "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng"}, "zpartition": {"state_shards"}},
     "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
     "checkpoint/consensus.py": {

@@ -41,7 +41,7 @@ ORDER = {
         *("cli", "__main__"),
     ],
     "zengine": [
-        *("_compat", "as_deepspeed", "imports", "rehearse", "step_report", "data", "config", "testing"),
+        *("_compat", "as_deepspeed", "imports", "trial_load", "step_report", "data", "config", "testing"),
         *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build"),
         *(
             "deepspeed_engine",

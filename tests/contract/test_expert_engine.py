@@ -16,7 +16,7 @@ import zckpt
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.features.layer_norms import norms_by_layer
+from zengine.features.measuring import norms_by_layer
 from zpartition.layout.model_parallel import expert_shards_of
 from zpartition.testing.expert_models import CLIP, STEPS, MoELanguageModel, batches, train_alone
 

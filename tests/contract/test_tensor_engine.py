@@ -22,7 +22,7 @@ import zcomm
 import zengine
 from zcomm.testing import end_ranks, run_ranks
 from zengine.features import Feature
-from zengine.features.layer_norms import norms_by_layer
+from zengine.features.measuring import norms_by_layer
 from zpartition import Partition
 from zpartition.tensor import parallelize, tp_model_init
 from zpartition.testing.tensor_models import PLAN, Block, Grouped, Language

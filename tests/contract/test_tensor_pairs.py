@@ -208,7 +208,10 @@ def _staged(root: Path) -> list[list[float]]:
     found.append(steps(engine, STEPS, STEPS + 2))
     engine.close()
     wrong = [{"patterns": ["nothing"]}, *SPECS]
-    for specs, message in ((wrong, "'nothing' fits no weight of any stage"), ([], "is not inferred.*such as '[a-c]")):
+    for specs, message in (
+        (wrong, "'nothing' matches no weight of any stage"),
+        ([], "cannot be inferred.*such as '[a-c]"),
+    ):
         split = {"autotp_size": 2, "partition_config": {"layer_specs": specs}}
         with pytest.raises(ValueError, match=message):
             staged(2, 0, 2, tensor_parallel=split)

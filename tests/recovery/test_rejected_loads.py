@@ -191,9 +191,9 @@ def half_loaded(root: str, failure: str, kind: str, stage: int) -> list[str]:
         "save_16bit_model": lambda: engine.save_16bit_model(root),
     }
     wrong = []
-    expected = rf"checkpoint {root}/good failed .*Load a checkpoint that is whole: engine\.load_checkpoint"
+    expected = rf"checkpoint {root}/good failed .*Load a complete checkpoint: engine\.load_checkpoint"
     for name, call in calls.items():
-        with pytest.raises(HalfLoaded, match=rf"^{name}\(\) is refused: the load of {expected}"):
+        with pytest.raises(HalfLoaded, match=rf"^{name}\(\) is not possible: the load of {expected}"):
             call()
     with pytest.raises(zckpt.CheckpointNotFound):
         engine.load_checkpoint(root, "absent")

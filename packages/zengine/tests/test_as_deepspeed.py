@@ -1,4 +1,4 @@
-"""`import deepspeed` that is ours: found with its version while it is asked for, and gone without a trace."""
+"""`import deepspeed` as zengine.deepspeed: found with a version after `install`, and gone after `uninstall`."""
 
 from __future__ import annotations
 

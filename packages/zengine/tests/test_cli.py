@@ -1,4 +1,4 @@
-"""The table of commands: names, exit status, and what goes where."""
+"""Command table: names, exit status, output streams."""
 
 from __future__ import annotations
 

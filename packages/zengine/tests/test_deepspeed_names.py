@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's interface that scripts use, frozen: each is there, or refuses by name when it is used."""
+"""DeepSpeed's names that scripts use, frozen: each exists, or raises an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users look up on an engine."""
+"""Attributes and settings that users read from an engine."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def test_rates_and_momenta_by_group():
     own.set_lr(0.3)
     own.backward(own(torch.ones(1, 2)).sum())
     assert own.step().lr == (0.3, 0.3)
+    own.set_lr([0.1, 0.2])
+    assert own.get_lr() == [0.1, 0.2]
+    for rates in ([0.5], (0.5, 0.5, 0.5), []):
+        with pytest.raises(ValueError, match=rf"set_lr\(\) got {len(rates)} learning rates and the optimizer has 2 "):
+            own.set_lr(rates)
+    assert own.get_lr() == [0.1, 0.2]
     adam = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}}}
     assert zengine.initialize(model=nn.Linear(1, 1), config=adam)[0].get_mom() == [(0.8, 0.9)]
     assert zengine.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 1})[0].get_mom() == []

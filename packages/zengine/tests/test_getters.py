@@ -1,4 +1,4 @@
-"""Every getter answers what the config says."""
+"""Getters return the values of the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name is imported once, from its home; one that has none is no attribute."""
+"""Lazy names are imported once, on first use; unknown and old names raise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import types
 
 import pytest
 
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 
 
 def test_a_name_is_imported_on_first_use_and_kept(monkeypatch):
     package = types.ModuleType("lazy_example")
     monkeypatch.setitem(sys.modules, package.__name__, package)
-    package.__getattr__ = importing(package.__name__, {"OrderedDict": "collections"})
+    package.__getattr__ = lazy_attributes(package.__name__, {"OrderedDict": "collections"})
     assert "OrderedDict" not in vars(package)
     from collections import OrderedDict
 
@@ -27,7 +27,7 @@ def test_a_name_is_imported_on_first_use_and_kept(monkeypatch):
 def test_an_old_name_is_an_error_that_has_the_new_one(monkeypatch):
     package = types.ModuleType("renamed_example")
     monkeypatch.setitem(sys.modules, package.__name__, package)
-    package.__getattr__ = importing(package.__name__, {}, {"Old": "renamed_example.New"})
+    package.__getattr__ = lazy_attributes(package.__name__, {}, {"Old": "renamed_example.New"})
     with pytest.raises(
         AttributeError, match=r"renamed_example\.Old was renamed in 0\.3\.0; use renamed_example\.New\."
     ):

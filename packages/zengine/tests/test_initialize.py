@@ -1,4 +1,4 @@
-"""What `initialize` takes and returns."""
+"""Arguments and results of `initialize`."""
 
 from __future__ import annotations
 

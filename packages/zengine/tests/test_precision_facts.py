@@ -1,4 +1,4 @@
-"""What an engine says of its precision."""
+"""Precision getters of an engine."""
 
 from __future__ import annotations
 

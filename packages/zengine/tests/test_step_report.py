@@ -1,8 +1,9 @@
-"""A report is truthy when the weights changed, and one line for people."""
+"""A report is truthy if the weights changed, and formats as one line."""
 
 from __future__ import annotations
 
 import attrs
+import pytest
 
 from zengine import NonFiniteGradient, StepReport
 from zengine.step_report import UNKNOWN_RANK
@@ -33,3 +34,11 @@ def test_a_skipped_step_is_false_and_says_why():
     assert not report
     assert str(report) == "step 3 (2 applied, 1 skipped): gradient of w is nan: step skipped"
     assert report.nonfinite.rank == UNKNOWN_RANK
+
+
+def test_the_old_name_of_nonfinite_raises_an_error_with_the_new_one():
+    with pytest.raises(
+        AttributeError, match=r"StepReport\.culprit was renamed in 0\.3\.0; use StepReport\.nonfinite"
+    ):
+        APPLIED.culprit  # noqa: B018
+    assert not hasattr(APPLIED, "culprit")

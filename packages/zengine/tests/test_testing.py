@@ -1,4 +1,4 @@
-"""The small engine of tests trains, and rows differ by index."""
+"""The small engine of tests trains, and its batches differ by index."""
 
 from __future__ import annotations
 

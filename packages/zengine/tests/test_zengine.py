@@ -1,4 +1,4 @@
-"""The package itself: what importing it and making an engine bring along."""
+"""Imports of the package and of a first engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed-compatible training engine, thin over five small packages.
+"""DeepSpeed-compatible training engine over five small packages.
 
     engine, optimizer, loader, scheduler = zengine.initialize(model=model, config="config.json", training_data=data)
     for batch in loader:
@@ -6,19 +6,18 @@
         engine.backward(loss)
         report = engine.step()
 
-The config is DeepSpeed's JSON.  What each part does is documented in its own package: communication in `zcomm`,
-precision in `zprecision`, partitioning in `zpartition`, optimizers in `zoptim`, checkpoints in `zckpt`.
+The config is DeepSpeed's JSON.  Each package documents its part: `zcomm` communication, `zprecision` precision,
+`zpartition` partitioning, `zoptim` optimizers, `zckpt` checkpoints.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zengine.imports import importing
-from zengine.initialize import initialize
+from zengine.imports import lazy_attributes
+from zengine.initialize import add_config_arguments, initialize
 
 if TYPE_CHECKING:
-    from zengine.build.config_source import add_config_arguments
     from zengine.config import ConfigError
     from zengine.deepspeed_engine import DeepSpeedEngine
     from zengine.engine.clock import CallOrderError, HalfLoaded, MicroStep
@@ -48,7 +47,7 @@ __all__ = [
     "initialize",
 ]
 
-# Imported on first use, at the latest by `initialize`: `zengine --help` does without torch.
+# Imported on first use, at the latest by `initialize`, so that `zengine --help` imports no torch.
 _HOME_OF = {
     "CallOrderError": "zengine.engine.clock",
     "ConfigError": "zengine.config",
@@ -62,12 +61,11 @@ _HOME_OF = {
     "PipelineEngine": "zengine.pipeline_engine",
     "RanksDisagree": "zengine.engine.drift",
     "StepReport": "zengine.step_report",
-    "add_config_arguments": "zengine.build.config_source",
 }
 
 RENAMED = {"Culprit": "zengine.NonFiniteGradient"}
 
-__getattr__ = importing(__name__, _HOME_OF, RENAMED)
+__getattr__ = lazy_attributes(__name__, _HOME_OF, RENAMED)
 
 
 def __dir__() -> list[str]:

@@ -11,13 +11,13 @@ import torch
 
 _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
-TELLS_END = hasattr(_ENGINE, "queue_callback")  # whether autograd calls back at the end of a backward
+TELLS_END = hasattr(_ENGINE, "queue_callback")  # autograd can call back at the end of a backward
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
-    """Within a backward: let autograd call `callback` when it has ended well; False when this torch cannot.
+    """Make autograd call `callback` after the running backward succeeds; return False if this torch cannot.
 
-    What the callback raises comes out of `backward()`.
+    `backward()` raises the errors of the callback.
     """
     if not TELLS_END:
         return False
@@ -26,18 +26,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
 
 
 def backward_number() -> int:
-    """A number of the backward that this thread is running; 0: there is none, or torch does not tell."""
+    """Return a number of the backward that this thread is running; 0 if there is none, or torch does not know."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return 0 if task is None else int(task()) + 1
 
 
-# History of CUDA's allocator.
-
-MAX_ENTRIES = 200_000  # allocations and frees that are kept, the newest
+MAX_ENTRIES = 200_000  # of the history of CUDA's allocator: the newest allocations and frees are kept
 
 
 def begin_memory_history() -> bool:
-    """Let CUDA's allocator remember what it does, with the Python stacks; False where this torch cannot."""
+    """Record CUDA's allocations with Python stacks; return False if this torch cannot."""
     record = getattr(torch.cuda.memory, "_record_memory_history", None)
     if record is None:
         return False
@@ -46,7 +44,7 @@ def begin_memory_history() -> bool:
 
 
 def end_memory_history(path: Path) -> bool:
-    """Write what was remembered to `path` and stop; False where this torch cannot."""
+    """Write the recorded allocations to `path` and stop; return False if this torch cannot."""
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     record = getattr(torch.cuda.memory, "_record_memory_history", None)
     if dump is None or record is None:
@@ -58,12 +56,11 @@ def end_memory_history(path: Path) -> bool:
     return True
 
 
-# Dry runs: tensors without storage, and a view of every operation.  Where torch lacks them `have_dry_runs()` is
-# False: plans cover the partition alone, and activations have to be measured.
-
-
 def have_dry_runs() -> bool:
-    """Return whether this torch has what a dry run needs."""
+    """Return True if this torch can run on tensors without storage and observe every operation.
+
+    Otherwise plans cover the partition alone, and activations have to be measured.
+    """
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
         from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
@@ -74,14 +71,14 @@ def have_dry_runs() -> bool:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have a shape, a dtype, a device and no storage; operations allocate nothing."""
+    """Give tensors made inside a shape, a dtype and a device, but no storage; operations allocate nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def watching(see: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
-    """Inside, `see` is given the results of every operation, also of those that autograd carries out."""
+    """Call `see` with the results of every operation inside, those of autograd included."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 

@@ -1,21 +1,21 @@
-"""`import deepspeed` that means `zengine.deepspeed`, for scripts and libraries that cannot be edited.
+"""`import deepspeed` as `zengine.deepspeed`, for scripts and libraries that cannot be edited.
 
     torchrun --nproc-per-node 2 -m zengine.as_deepspeed train.py --deepspeed_config ds.json
     python -m zengine.as_deepspeed -m my.package.train ...
 
-or, in a notebook and in tests, before anything looks for DeepSpeed:
+or, in notebooks and tests, before any library looks for DeepSpeed:
 
     import zengine.as_deepspeed
     zengine.as_deepspeed.install()
 
-Problem.  Transformers and Accelerate do not just import: they ask whether a module `deepspeed` can be found, and
-whether a distribution of that name has a version.  Both must be there, and neither on a machine that did not ask.
+Problem.  Transformers and Accelerate do more than import: they check if a module `deepspeed` can be found, and if a
+distribution of that name has a version.  Both must exist, but only in processes that ask for them.
 
 Design.  One finder at the front of `sys.meta_path` answers both questions: `deepspeed.x.y` *is* the module
-`zengine.deepspeed.x.y` (the same object, under two names, so classes are the same classes), and the distribution
-`deepspeed` has the version whose interface we speak.  Nothing is written to disk, and `uninstall` leaves nothing.
+`zengine.deepspeed.x.y` (the same object under two names, so its classes are identical), and the distribution
+`deepspeed` has the version whose interface we implement.  Nothing is written to disk; `uninstall` removes everything.
 
-Rejected: a distribution named deepspeed on the package index (it would shadow the real one for everybody else), and
+Rejected: a distribution named deepspeed on the package index (it would shadow the real one for other users), and
 a folder put on sys.path (a second copy of every class).
 """
 
@@ -39,15 +39,15 @@ API_VERSION = "0.19.8"  # of DeepSpeed, whose names zengine.deepspeed has
 
 _NAME = "deepspeed"
 _REAL = "zengine.deepspeed"
-# Modules that ask for DeepSpeed once, when they are imported, and remember the answer.
-_ASK_ONCE = ("transformers.integrations.deepspeed", "accelerate.utils")
+# Modules that look for DeepSpeed once, when they are imported.
+_LOOK_ONCE = ("transformers.integrations.deepspeed", "accelerate.utils")
 
 _USAGE = "usage: python -m zengine.as_deepspeed [-m MODULE | SCRIPT] [ARGUMENTS ...]"
 
 
 @final
 class _SameModule(importlib.abc.Loader):
-    """Hands out the module that exists under its own name."""
+    """Loads the module that exists under its own name."""
 
     def __init__(self, real: str) -> None:
         self.real = real
@@ -58,12 +58,12 @@ class _SameModule(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.own_spec  # the import system has just put the alias there
+        module.__spec__ = self.own_spec  # the import system has just stored the alias there
 
 
 @final
 class _Metadata(importlib.metadata.Distribution):
-    """The distribution `deepspeed`, as far as anybody asks."""
+    """Distribution `deepspeed`: name and version."""
 
     def read_text(self, filename: str) -> str | None:
         texts = {
@@ -103,8 +103,8 @@ class _Finder(importlib.metadata.DistributionFinder):
 def install() -> None:
     """Make `import deepspeed` mean `zengine.deepspeed` in this process, until `uninstall`.  Idempotent.
 
-    Raises ImportError when it is too late: the real DeepSpeed is imported, or a library has already looked for it and
-    found none.
+    Raises:
+        ImportError: the real DeepSpeed is imported, or a library has already looked for DeepSpeed and found none.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -114,7 +114,7 @@ def install() -> None:
             f"deepspeed is imported already, from {getattr(loaded, '__file__', 'nowhere')}: call "
             "zengine.as_deepspeed.install() before the first `import deepspeed`."
         )
-    early = [name for name in _ASK_ONCE if name in sys.modules and importlib.util.find_spec(_NAME) is None]
+    early = [name for name in _LOOK_ONCE if name in sys.modules and importlib.util.find_spec(_NAME) is None]
     if early:
         raise ImportError(
             f"{early[0]} is imported already, looked for deepspeed and found none: call "
@@ -126,7 +126,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: no finder, no module under the other name; what was imported stays with who has it."""
+    """Undo `install`: remove the finder and the aliases; references to imported modules stay valid."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]:
         if sys.modules[name].__name__.startswith(_REAL):
@@ -135,7 +135,7 @@ def uninstall() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script, or with -m a module, in which `import deepspeed` is ours; its own exceptions pass through."""
+    """Run a script, or with -m a module, with `import deepspeed` as ours; its exceptions propagate."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"{_USAGE}\n\nRuns SCRIPT as __main__; `import deepspeed` in it means zengine.deepspeed.")

@@ -4,15 +4,15 @@
     engine.train_batch_size()                  # a setting: engine.plan.batch.train_batch_size
     engine.save_16bit_model("out")             # a verb: zengine.checkpoint.export
 
-A line of the table is `Value[type]` for an attribute, `Setting[type]` for a method without arguments, or a method
-with DeepSpeed's signature whose body is one call.  These names hide attributes of the module that have the same name
-(packages/zengine/DEEPSPEED.md lists them); everything else is the module's.
+A row of the table is `Value[type]` for an attribute, `Setting[type]` for a method without arguments, or a method
+with DeepSpeed's signature whose body is a call.  These names hide attributes of the module with the same name
+(packages/zengine/DEEPSPEED.md lists them); other names reach the module.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
@@ -22,13 +22,13 @@ from torch.distributed import ProcessGroup
 
 from zengine.build import compile, loaders
 from zengine.build.trainable import dtype_of
-from zengine.checkpoint import export, offload_states
+from zengine.checkpoint import export
 from zengine.config import Plan
 from zengine.data.loaders.base import Loader, PostProcess
 from zengine.engine import accumulation
 from zengine.engine.clock import Boundary
 from zengine.engine.engine import Engine
-from zengine.engine.parts import TelemetrySlot
+from zengine.engine.parts import Run, TelemetrySlot
 from zengine.features.curriculum import SeqlenCurriculum
 from zprecision import DynamicScaling
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from zpartition.activations import Checkpointing
 
 __all__ = ["DeepSpeedEngine"]
+
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")  # of `offload_states`
 
 T = TypeVar("T")
 
@@ -95,7 +97,7 @@ class DeepSpeedEngine(Engine):
         return bool(self.last_report)
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the averaged gradients at the last boundary, before clipping, unscaled; None before the first."""
+        """Return the gradient norm of the last boundary, before clipping, unscaled; None before the first."""
         return None if self.last_report is None else self.last_report.grad_norm
 
     # -- parts -----------------------------------------------------------------------------------
@@ -126,12 +128,13 @@ class DeepSpeedEngine(Engine):
     world_size = Value[int]("Number of processes.", lambda e: e.parts.world.world_size)
     dp_world_size = Value[int]("Data-parallel replicas.", lambda e: e.plan.batch.replicas)
     sequence_parallel_size = Value[int](
-        "Ranks that share the tokens of each sample.", lambda e: e.plan.parallel.degrees.sequence
+        "Ranks that split the tokens of each sample.", lambda e: e.plan.parallel.degrees.sequence
     )
     seq_parallel_group = Value[ProcessGroup | None](
-        "Ranks of this one's samples, in the order of their tokens.", lambda e: e.parts.groups.sequence()
+        "Process group of the ranks that split this rank's samples, in token order.",
+        lambda e: e.parts.groups.sequence(),
     )
-    autotp_size = Setting[int]("Ranks that share the layers of one model.", lambda p: p.parallel.degrees.tensor)
+    autotp_size = Setting[int]("Ranks that split the layers of one model.", lambda p: p.parallel.degrees.tensor)
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
         """Return `seq_parallel_group`."""
@@ -150,21 +153,20 @@ class DeepSpeedEngine(Engine):
     )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set another number of samples a step from the next one on: changes the accumulation alone.
+        """Set the samples per step from the next step on, by changing only the accumulation.
 
         Raises:
-            ValueError: not a multiple of the samples of one micro-step on all ranks; or in the middle of a step.
+            ValueError: not a multiple of the samples of one micro-step over all ranks; or called within a step.
         """
         self._run = accumulation.with_train_batch_size(self._run, train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set another number of samples a forward from the next step on; the accumulation stays.
+        """Set the samples per forward from the next step on; the accumulation stays.
 
-        The engine counts with it: batches of that size have to come from your own loader, or from a new
-        `deepspeed_io`.
+        This changes the engine's counts; batches of that size must come from your own loader or a new `deepspeed_io`.
 
         Raises:
-            ValueError: less than 1; or in the middle of a step.
+            ValueError: less than 1; or called within a step.
         """
         self._run = accumulation.with_micro_batch_size(self._run, micro_batch_size)
 
@@ -173,7 +175,7 @@ class DeepSpeedEngine(Engine):
         return self.clock.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide yourself if the next `step` updates the weights (until the decision is changed)."""
+        """Let the next `step`, and later ones, update the weights or not, until the next call of this."""
         self.clock.boundary = Boundary.FORCED if is_boundary else Boundary.WITHHELD
 
     # -- gradients -------------------------------------------------------------------------------
@@ -190,13 +192,13 @@ class DeepSpeedEngine(Engine):
     )
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Around several backwards: one reduction at the end, of their sum.  Costs the memory of `no_sync`."""
+        """Reduce the sum of several backwards once, at the end of the block.  Costs the memory of `no_sync`."""
         return accumulation.coalesce_grad_reduction(self._run)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce now the gradients that are still of this rank alone (after `no_sync`, or a plain backward).
+        """Reduce the gradients that are still local to this rank (after `no_sync`, or a plain backward).
 
-        All ranks call.  bucket_size: DeepSpeed's, unused; the buckets are those of the partition.
+        All ranks call.  bucket_size: ignored; the partition has its own buckets.
         """
         accumulation.reduce_gradients(self._run)
 
@@ -216,22 +218,33 @@ class DeepSpeedEngine(Engine):
     )
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return list(self.parts.optimizer.lr())
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all groups from the next update on; a schedule sets its own after that (not
-        DeepSpeed's).
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Set the learning rate from the next update on, until a schedule sets its own (not DeepSpeed's).
+
+        lr: one rate for all parameter groups, or a list with a rate for each, as `get_lr` returns it.
+
+        Raises:
+            ValueError: the list has another length than the parameter groups.
         """
-        for group in self._groups():
-            group["lr"] = lr
+        groups = self._groups()
+        rates = list(lr) if isinstance(lr, (list, tuple)) else [lr] * len(groups)
+        if len(rates) != len(groups):
+            raise ValueError(
+                f"set_lr() got {len(rates)} learning rates and the optimizer has {len(groups)} parameter groups: "
+                "give one rate per group, or a single number for all groups"
+            )
+        for group, rate in zip(groups, rates):
+            group["lr"] = rate
 
     def get_mom(self) -> list[Any]:
-        """Momentum of each parameter group, or the betas of those that have betas; 0 for neither."""
+        """Return the betas or else the momentum of each parameter group; 0 for a group with neither."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
-        """The "type" of each parameter group (DeepSpeed's Muon has one); 0 for none."""
+        """Return the "type" of each parameter group (DeepSpeed's Muon has one); 0 for a group without."""
         return [group.get("type", 0.0) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -251,10 +264,10 @@ class DeepSpeedEngine(Engine):
         "The optimizer updates bfloat16 weights themselves.", lambda p: p.precision.master == torch.bfloat16
     )
     bf16_optimizer_states = Setting[bool](
-        "Optimizer states in bfloat16 were asked for beside such masters.", lambda p: p.numerics.narrow_states
+        "Optimizer states in bfloat16 are requested for such masters.", lambda p: p.numerics.narrow_states
     )
     amp_enabled = Setting[bool](
-        "The amp section is on; torch.autocast carries it out.", lambda p: bool(p.numerics.amp_level)
+        "The amp section is on; torch.autocast implements it.", lambda p: bool(p.numerics.amp_level)
     )
     torch_autocast_enabled = Setting[bool](
         "Forward runs under torch.autocast.", lambda p: p.numerics.autocast != torch.float32
@@ -272,7 +285,7 @@ class DeepSpeedEngine(Engine):
     )
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of the parameters, dtype of the gradient accumulators)."""
+        """Return the dtypes of the parameters and of the gradient accumulators."""
         param = self.plan.precision.param or dtype_of(self.module)
         return param, self.plan.zero.accumulate_for(param)
 
@@ -303,7 +316,7 @@ class DeepSpeedEngine(Engine):
         "Parameters of fewer elements stay whole at stage 3.", lambda p: p.zero.persist_numel
     )
     zero_model_persistence_threshold = Setting[int](
-        "Elements of those, at most.", lambda p: p.zero.persist_total_numel
+        "Elements of all such parameters, at most.", lambda p: p.zero.persist_total_numel
     )
     zero_max_live_parameters = Setting[int]("Elements that may be whole at a time.", lambda p: p.zero.max_live_numel)
     zero_max_reuse_distance = Setting[int](
@@ -318,61 +331,63 @@ class DeepSpeedEngine(Engine):
         non_blocking: bool = False,
         nvme_path: str = "",
     ) -> None:
-        """Move the memory of training away, to the host or into files ("nvme"), until `reload_states`.  All ranks.
+        """Move training state to the host or into files ("nvme") until `reload_states`.  All ranks call.
 
         include: any of optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer; default: all of them.
-        non_blocking: DeepSpeed's, unused; the copies are done when this returns.
+        non_blocking: ignored; the copies are complete when this returns.
 
         Raises:
-            ValueError: another name or device, or in the middle of a step.
+            ValueError: another name or device, or called within a step.
         """
-        offload_states.offload_states(self._run, include, device, pin_memory=pin_memory, directory=nvme_path)
+        _offload_states(self._run, include, device, pin_memory=pin_memory, directory=nvme_path)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back the states that `offload_states` moved; without such a call nothing happens.  All ranks."""
+        """Restore the states that `offload_states` moved; does nothing if none were.  All ranks call."""
         self.parts.partition.reload_states()
 
     def empty_partition_cache(self) -> None:
-        """Free the gathered weights that stage 3 keeps for their next use, which gathers them again."""
-        offload_states.empty_partition_cache(self._run)
+        """Free the weights that stage 3 keeps gathered; their next use gathers them again."""
+        self.clock.require_open("empty_partition_cache")
+        self.parts.partition.unsharder.release_all()
 
     # -- weights ---------------------------------------------------------------------------------
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights, in the dtype that they compute in, to one file; True on every rank, which all call.
+        """Write the weights in their compute dtype to one file; return True.  All ranks call.
 
-        save_filename: one that ends in .safetensors is written as such, any other as torch.load reads it.
+        save_filename: a name that ends in .safetensors selects that format, any other name torch.save's.
 
-        Raises ValueError on every rank when rank 0 cannot write.
+        Raises:
+            ValueError: on every rank, if rank 0 cannot write.
         """
         return export.save_16bit_model(self._run, save_dir, save_filename, trained_only=exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model  # an old name
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the module's state dict, whole, on every rank; all ranks call."""
+        """Return the state dict of the whole module on every rank; all ranks call."""
         return export.module_state_dict(self._run, trained_only=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
-        """Copy weights into the module and the masters; all ranks call, and rank 0's values count.
+        """Copy rank 0's weights into the module and the masters; all ranks call.
 
         checkpoint: a state dict, or DeepSpeed's dict with one under "module".
-        custom_load_fn: `f(src=state_dict, dst=module)` carries the copy out instead, with the weights whole.
+        custom_load_fn: `f(src=state_dict, dst=module)`, called instead of the copy while the weights are gathered.
         """
         export.load_module_state_dict(self._run, checkpoint, strict=strict, custom_load_fn=custom_load_fn)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Return the weights, in the dtype that they compute in, on rank 0's CPU; None on others.  All ranks call."""
+        """Return the weights in their compute dtype on rank 0's CPU; None on other ranks.  All ranks call."""
         return export.consolidated_16bit_state_dict(self._run, trained_only=exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return True: a save may hold whole weights at any stage, and the config need not ask for it."""
+        """Return True: saves of whole weights work at every stage, whatever the config says."""
         return True
 
     checkpoint_tag_validation_enabled = Setting[bool](
@@ -405,15 +420,15 @@ class DeepSpeedEngine(Engine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Loader:
-        """Return a loader over `dataset` for this rank, sharded over the replicas; you save its position.
+        """Return a loader over `dataset`, sharded over the replicas; checkpoints do not contain its position.
 
         batch_size: samples of this rank; default: the micro-batch size.
         route: "train" shuffles each epoch; "eval" and "predict" keep the order of the dataset.
-        data_sampler: yields the samples of this rank instead.
-        num_local_io_workers: processes that fetch; default: data_sampling.num_workers.
+        data_sampler: yields the indices of this rank's samples; replaces the sharding.
+        num_local_io_workers: worker processes; default: data_sampling.num_workers.
 
         Raises:
-            ValueError: `dataset` is not a dataset, or another route.
+            ValueError: `dataset` is not a dataset, or `route` is another word.
         """
         return loaders.user_loader(
             self._run,
@@ -427,22 +442,22 @@ class DeepSpeedEngine(Engine):
         )
 
     def set_data_post_process_func(self, post_process_func: PostProcess | None) -> None:
-        """Let the training loader yield `post_process_func(batch, state)`; `state` is its position.
+        """Make the training loader yield `post_process_func(batch, state)`, where `state` is its position.
 
-        With a curriculum `state["current_difficulties"]` has the difficulty of each metric for this batch.
+        With a curriculum, `state["current_difficulties"]` maps each metric to the difficulty of this batch.
 
         Raises:
             ValueError: there is no training loader.
         """
         loaders.set_post_process(self._run, post_process_func)
 
-    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: loaders.Laws) -> None:
-        """Give the curricula with "schedule_type": "custom" their functions, from the step to a difficulty.
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: loaders.CustomSchedules) -> None:
+        """Set the schedules of curricula with "schedule_type": "custom": functions from the step to a difficulty.
 
-        A dict by metric ("seqlen" for the section `curriculum_learning`), or one function for the only one.
+        schedule_func_dict: functions by metric ("seqlen" for `curriculum_learning`), or one function for one metric.
 
         Raises:
-            ValueError: no curriculum takes them.
+            ValueError: no curriculum is on.
         """
         loaders.set_custom_schedules(self._run, self._features, schedule_func_dict)
 
@@ -463,8 +478,8 @@ class DeepSpeedEngine(Engine):
         """Compile the module's blocks with torch.compile(backend=..., **compile_kwargs); undone by `close`.
 
         Raises:
-            ValueError: a schedule or compiled autograd is asked for, which DeepSpeed's compiler has; a pipeline's
-                schedule is zero_bubble; or the module is compiled already.
+            ValueError: a schedule or compiled autograd, which only DeepSpeed's compiler has, is requested; the
+                schedule of the pipeline is zero_bubble; or the module is compiled already.
         """
         unsupported = {"schedule": schedule is not None, "compiled_autograd_enabled": compiled_autograd_enabled}
         compile.check(self._run, unsupported, is_compiled=self.is_compiled)
@@ -475,9 +490,26 @@ class DeepSpeedEngine(Engine):
     )
 
     def collect_python_gc(self) -> int:
-        """Let Python's collector free cycles now, for configs with "disable_python_gc"; return how many objects."""
+        """Run the garbage collector, for configs with "disable_python_gc"; return the number of freed objects."""
         return gc.collect()
 
     def destroy(self) -> None:
         """Call `close`."""
         self.close()
+
+
+def _offload_states(
+    run: Run, include: Iterable[str] | None, device: str, *, pin_memory: bool, directory: str
+) -> None:
+    names = [str(getattr(each, "value", each)) for each in (STATES if include is None else include)]
+    device = str(getattr(device, "value", device))
+    unknown = sorted(set(names) - set(STATES))
+    if unknown or device not in ("cpu", "nvme") or (device == "nvme" and not directory):
+        given = f"include={names}, device={device!r}, nvme_path={directory!r}"
+        raise ValueError(
+            f'offload_states({given}): include takes {", ".join(STATES)}; device is "cpu", or "nvme" with a nvme_path'
+        )
+    run.clock.require_open("offload_states")
+    run.parts.partition.offload_states(names, pin=pin_memory, directory=directory if device == "nvme" else "")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

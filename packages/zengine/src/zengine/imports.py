@@ -1,4 +1,7 @@
-"""Imports that wait until they are needed: `initialize` of a model that is not split loads nothing that splits."""
+"""Lazy imports: names on first use, class tests without an import, imports without garbage collection.
+
+`import zengine` is fast, and `initialize` of a model that is not split imports no module that splits models.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from zpartition.pipeline import PipelineModule
+
+__all__ = ["gc_paused", "is_imported", "is_pipeline", "lazy_attributes", "own_version"]
 
 
-def is_imported(module: str) -> bool:
-    """Return whether anybody has imported `module`; until then nothing is an instance of its classes."""
-    return module in sys.modules
-
-
-def importing(
+def lazy_attributes(
     package: str, homes: Mapping[str, str], renamed: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` (PEP 562) for `package`, whose public names are imported on first use.
 
-    homes: public name -> module that defines it.  renamed: old name -> path of the new one; asking for an old name
-    raises AttributeError (ImportError in `from package import name`) with that path.
+    homes: public name -> module that defines it.  renamed: old name -> path of the new one; an old name raises
+    AttributeError (ImportError in `from package import name`) with that path.
     """
 
     def attribute(name: str) -> Any:
@@ -39,22 +42,34 @@ def importing(
     return attribute
 
 
-# Imports without Python's garbage collector.
-#
-# Importing makes many objects that stay, so the collector runs dozens of times, walks all of torch each time and
-# finds nothing: a fifth of the time that our imports take.  What was made meanwhile then counts as old, as it would
-# after as many collections: freezing and unfreezing moves it there without looking at it.
+def is_imported(module: str) -> bool:
+    """Return True if `module` is imported; until then no object is an instance of its classes."""
+    return module in sys.modules
+
+
+def is_pipeline(model: object) -> TypeGuard[PipelineModule]:
+    """Return True if `model` holds layers of a pipeline; imports no pipelines for other models."""
+    if not is_imported("zpartition.pipeline"):
+        return False
+    from zpartition.pipeline import PipelineModule
+
+    return isinstance(model, PipelineModule)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside, the collector rests; afterwards it is as it was."""
+def gc_paused() -> Iterator[None]:
+    """Disable Python's garbage collector inside, for imports; restore it afterwards.
+
+    Imports make many objects that stay alive, so the collector runs dozens of times, traverses all of torch each
+    time and frees nothing: a fifth of the time of our imports.  Freezing and unfreezing moves the new objects to the
+    oldest generation, as that many collections would, without traversing them.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # else somebody wants some objects to stay frozen
+        if gc.get_freeze_count() == 0:  # otherwise a caller keeps some objects frozen
             gc.freeze()
             gc.unfreeze()
         if was_on:
@@ -62,5 +77,5 @@ def uncollected() -> Iterator[None]:
 
 
 def own_version() -> str:
-    """Return `zengine.__version__` without an import: the package is there before any of its modules."""
+    """Return `zengine.__version__` without an import: the package is loaded before its modules."""
     return str(vars(sys.modules[__package__])["__version__"])

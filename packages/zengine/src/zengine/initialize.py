@@ -1,13 +1,12 @@
-"""`initialize`: from a plain module and a config to the four things that a training loop needs.
+"""`initialize`: from a module and a config to engine, optimizer, loader and schedule.
 
-1. one config source, read strictly;     (errors here name key, line and cure, on every rank alike)
-2. resolved against the world's size, before any process group exists;
-3. the world: torchrun, SLURM, MPI, or this process alone;
-4. agreement: ranks compare what they were given, before anything is exchanged that assumes they agree;
-5. parts, and an engine around them.
+1. Read one config strictly; errors name key, line and remedy, the same on every rank.
+2. Resolve it for the world size of the environment, before a process group exists.
+3. Join the world: torchrun, SLURM, MPI, or this process alone.
+4. Compare what the ranks were given, before anything relies on their agreement.
+5. Make the parts, and an engine around them.
 
-torch and the parts are imported when an engine is made, and not by `import zengine`: a program that only shows its
-help does not pay for them.
+`import zengine` imports neither torch nor the parts; `initialize` does.  So `zengine --help` is fast.
 """
 
 from __future__ import annotations
@@ -18,23 +17,28 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zengine.imports import uncollected
+from zengine.imports import gc_paused, is_pipeline
 
 if TYPE_CHECKING:
+    import argparse
+
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
 
     import zcomm
     from zengine.build.assemble import Client
-    from zengine.build.groups import LaidOut
-    from zengine.config import Config, Facts, Plan
+    from zengine.build.groups import ProcessLayout
+    from zengine.config import Config, ConfigError, Facts, Plan
     from zengine.deepspeed_engine import DeepSpeedEngine
-    from zengine.engine.parts import Parts
-    from zpartition.pipeline import PipelineRunner
+
+__all__ = ["FASTER_BY", "add_config_arguments", "bf16_is_faster", "initialize", "make_engine", "pick_config"]
 
 log = logging.getLogger("zengine")
 
 Initialized: TypeAlias = "tuple[DeepSpeedEngine, torch.optim.Optimizer | None, Any, Any]"
+
+FASTER_BY = 1.1  # speed-up below which bf16 is not worth the loss of precision
 
 
 def initialize(
@@ -52,49 +56,48 @@ def initialize(
     mesh: Any = None,
     config_params: Any = None,
 ) -> Initialized:
-    """Make `model` train as `config` says; returns (engine, optimizer, dataloader, lr_scheduler).
+    """Prepare `model` for training by `config`; return (engine, optimizer, dataloader, lr_scheduler).
 
     Args:
         args: may carry the config's path as `args.deepspeed_config`.
         model: any module; it is moved to the device, cast and partitioned in place.
-        optimizer: an instance over the model's parameters, or a callable (parameters -> optimizer); wins over the
+        optimizer: an instance over the model's parameters, or a callable (parameters -> optimizer); overrides the
             config's section, with a warning.
-        model_parameters: what the optimizer is made over; default: every parameter that requires a gradient.
-        training_data: a dataset; the returned dataloader shards, shuffles and remembers its position.
+        model_parameters: parameters or groups of the optimizer; default: every parameter that requires a gradient.
+        training_data: a dataset; the returned dataloader shards and shuffles it, and its position is saved.
         lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.
-        distributed_port: port of the rendezvous, where the environment names none.
-        mpu: an object with `get_data_parallel_group()`, and `get_model_parallel_group()` where layers are split.
-        dist_init_required: False: a process group must exist already. None or True: made when there is none.
+        distributed_port: port of the rendezvous if the environment sets none.
+        mpu: an object with `get_data_parallel_group()`, and `get_model_parallel_group()` if layers are split.
+        dist_init_required: False: a process group must exist. None or True: one is made if there is none.
         collate_fn: joins samples to a batch.
         config: path, dict or JSON text in DeepSpeed's format; `config_params` is an old name of it.
-        mesh: a DeviceMesh with axes of `zcomm.Groups.from_mesh`; without one the config's degrees lay out all ranks.
+        mesh: a DeviceMesh with axes of `zcomm.Groups.from_mesh`; without one the config's degrees place all ranks.
 
-    The optimizer, dataloader and lr_scheduler are None where neither the caller nor the config gives one.
+    The optimizer, dataloader and lr_scheduler are None if neither the caller nor the config gives one.
 
     Raises:
-        ConfigError: the config, or its combination with the world; before any process group exists.
-        TypeError, ValueError: an argument; names it.
+        ConfigError: the config is invalid, or does not fit the world; before any process group exists.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
-    with uncollected():
+    with gc_paused():
         import torch
         from torch import nn
 
         from zengine.build.assemble import Client
-        from zengine.build.config_source import pick_config
-        from zengine.build.groups import laid_out, refuse_split_elsewhere
+        from zengine.build.groups import check_mpu_model, process_layout
         from zengine.config import load, resolve
         from zengine.engine.module_attributes import warning_of_collisions
     source = pick_config(args, config, config_params)
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
     settings = load(source)
-    if not torch.distributed.is_initialized():  # every rule is checked before ranks depend on each other
-        _rehearse(settings, model, training_data)
+    if not torch.distributed.is_initialized():  # check every rule before ranks depend on each other
+        _check_plan(settings, model, training_data)
     world = _make_world(dist_init_required, distributed_port)
-    ranks = laid_out(mpu, mesh, model)
-    plan = resolve(settings, _facts(settings, world, ranks))
-    refuse_split_elsewhere(model, plan, ranks)
-    _announce(plan, world)
+    layout = process_layout(mpu, mesh, model)
+    plan = resolve(settings, _facts(settings, world, layout))
+    check_mpu_model(model, plan, layout)
+    _log_notices(plan, world)
     client = Client(
         optimizer=optimizer,
         parameters=model_parameters,
@@ -102,9 +105,44 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
-    engine = make_engine(model, client, plan, world, ranks.make(plan.parallel.degrees))
+    engine = make_engine(model, client, plan, world, layout.make(plan.parallel.degrees))
     _warn(world, warning_of_collisions(engine))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def make_engine(
+    model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups
+) -> DeepSpeedEngine:
+    """Return an engine from a resolved plan, for callers without a JSON config."""
+    with gc_paused():
+        from zengine.build.assemble import assemble, make_features
+        from zengine.build.pipeline import fit_plan
+        from zengine.build.trainable import dtypes_of
+        from zengine.config.plan.fit_model import follow_model
+        from zengine.deepspeed_engine import DeepSpeedEngine
+        from zengine.engine.optimizer_calls import OptimizerCalls
+    plan, notice = follow_model(fit_plan(model, plan), dtypes_of(model))
+    _warn(world, notice)
+    parts = assemble(model, client, plan, world, groups)
+    if is_pipeline(model):
+        from zengine.pipeline_engine import PipelineEngine, make_pipeline  # imports all that pipelines need
+
+        pipeline = make_pipeline(model, parts, plan)
+        engine: DeepSpeedEngine = PipelineEngine(model, parts, plan, pipeline)
+    else:
+        pipeline, engine = None, DeepSpeedEngine(model, parts, plan)
+    try:
+        if parts.optimizer.scaled is not None:
+            engine.add_feature(
+                OptimizerCalls(parts.optimizer.scaled, engine._optimizer_step, engine._optimizer_zero_grad)
+            )
+        for feature in make_features(plan, parts.partition, pipeline):
+            engine.add_feature(feature)
+    except BaseException:
+        parts.partition.close(keep_weights=False)  # as in `assemble`: other ranks may not get here
+        engine.close()
+        raise
+    return engine
 
 
 def _warn(world: zcomm.World, notice: str) -> None:
@@ -113,15 +151,73 @@ def _warn(world: zcomm.World, notice: str) -> None:
         log.warning("%s", notice)
 
 
-def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
-    """Resolve against the world that the environment describes."""
-    import zcomm
-    from zengine.build.loaders import require_data
-    from zengine.build.pipeline import check_pipeline
-    from zengine.config import Facts, resolve
-    from zengine.engine.stages import stage_axes
+def _log_notices(plan: Plan, world: zcomm.World) -> None:
+    if plan.log_level:
+        log.setLevel(plan.log_level.upper())
+    for notice in plan.notices:
+        _warn(world, notice)
 
-    num_ranks, axes = zcomm.detect().world_size, stage_axes(model)
+
+# -- the config ----------------------------------------------------------------------------------
+
+
+def pick_config(args: Any, config: Any, config_params: Any) -> Any:
+    """Return the one config that was given.
+
+    Raises:
+        ConfigError: none was given, or more than one.
+    """
+    named = {
+        "config=": config,
+        "config_params=": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        values = ", ".join(f"{name} is {_short(value)}" for name, value in given.items())
+        raise _config_error(f"the config was given {len(given)} times ({values})", "Keep one of them.")
+    if not given:
+        raise _config_error(
+            "no config was given",
+            "Pass config= (a path, a dict or JSON text), or args= with --deepspeed_config FILE "
+            "(zengine.add_config_arguments adds it to a parser).",
+        )
+    return next(iter(given.values()))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config FILE`; pass the parsed result to `initialize(args=...)`.
+
+    `--deepspeed` only lets old command lines parse; the script decides if it uses the engine.
+    """
+    group = parser.add_argument_group("zengine", "training engine")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for old command lines; no effect")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="JSON config of the engine")
+    return parser
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _config_error(reason: str, suggestion: str) -> ConfigError:
+    from zengine.config import ConfigError, Problem
+
+    return ConfigError("initialize()", [Problem(reason=reason, suggestion=suggestion)])
+
+
+# -- facts and the world -------------------------------------------------------------------------
+
+
+def _check_plan(settings: Config, model: nn.Module, training_data: Any) -> None:
+    """Resolve the config for the world that the environment describes, and check it against model and data."""
+    import zcomm
+    from zengine.build.loaders import check_data
+    from zengine.build.pipeline import check_pipeline, pipeline_axes
+    from zengine.config import Facts, resolve
+
+    num_ranks, axes = zcomm.detect().world_size, pipeline_axes(model)
     facts = Facts(
         world_size=num_ranks,
         replicas=num_ranks // math.prod(axes.values()),
@@ -131,60 +227,35 @@ def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
     )
     plan = resolve(settings, facts)
     check_pipeline(model, plan)
-    require_data(plan, training_data)
+    check_data(plan, training_data)
 
 
-def make_engine(
-    model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups
-) -> DeepSpeedEngine:
-    """An engine from a resolved plan, for callers that have no JSON."""
-    with uncollected():
-        from zengine.build.assemble import assemble, make_features, make_pipeline
-        from zengine.build.pipeline import fitted
-        from zengine.build.trainable import dtypes_of
-        from zengine.config.plan.fit_model import adapt_to_model
-        from zengine.deepspeed_engine import DeepSpeedEngine
-        from zengine.engine.optimizer_calls import OptimizerCalls
-        from zengine.engine.stages import is_staged
-    plan, notice = adapt_to_model(fitted(model, plan), dtypes_of(model))
-    if notice and world.rank == 0:
-        log.warning("%s", notice)
-    parts = assemble(model, client, plan, world, groups)
-    pipeline = make_pipeline(model, parts, plan) if is_staged(model) else None
-    engine = DeepSpeedEngine(model, parts, plan) if pipeline is None else _staged(model, parts, plan, pipeline)
-    try:
-        if parts.optimizer.scaled is not None:
-            engine.add_feature(
-                OptimizerCalls(parts.optimizer.scaled, engine._optimizer_step, engine._optimizer_zero_grad)
-            )
-        for feature in make_features(plan, parts.partition, pipeline):
-            engine.add_feature(feature)
-    except BaseException:
-        parts.partition.close(keep_weights=False)  # as in `assemble`: other ranks may not come along
-        engine.close()
-        raise
-    return engine
-
-
-def _staged(model: Any, parts: Parts, plan: Plan, pipeline: PipelineRunner) -> DeepSpeedEngine:
-    from zengine.pipeline_engine import PipelineEngine  # imported only here, with all that pipelines need
-
-    return PipelineEngine(model, parts, plan, pipeline)
-
-
-def _facts(settings: Config, world: zcomm.World, ranks: LaidOut) -> Facts:
-    from zengine.build.measure import bf16_is_faster
+def _facts(settings: Config, world: zcomm.World, layout: ProcessLayout) -> Facts:
     from zengine.config import Facts
 
     return Facts(
         world_size=world.world_size,
-        replicas=ranks.replicas,
+        replicas=layout.replicas,
         device_type=world.device.type,
         ranks_per_host=world.launch.local_world_size,
-        bf16_is_faster=bf16_is_faster(settings, world.device, ranks.world()),
-        axes=ranks.axes,
-        axes_source=ranks.by,
+        bf16_is_faster=bf16_is_faster(settings, world.device, layout.world()),
+        axes=layout.axes,
+        axes_source=layout.source,
     )
+
+
+def bf16_is_faster(config: Config, device: torch.device, group: ProcessGroup | None) -> bool:
+    """Return True if bf16 matrix products are faster than fp32 ones on `device`, for `bf16.enabled: "auto"`.
+
+    Rank 0 measures, and all ranks get its result: a collective.  False without a measurement if no key is "auto".
+    """
+    import zcomm
+    import zprecision
+
+    if config.settings.bf16.enabled != "auto":
+        return False
+    measured = zcomm.group_rank(group) == 0 and zprecision.measure_bf16_speedup(device) >= FASTER_BY
+    return bool(zcomm.all_gather_object(measured, group)[0])
 
 
 def _make_world(dist_init_required: bool | None, port: int | None) -> zcomm.World:
@@ -206,11 +277,3 @@ def _device_type() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _announce(plan: Plan, world: zcomm.World) -> None:
-    if plan.log_level:
-        log.setLevel(plan.log_level.upper())
-    if world.rank == 0:
-        for notice in plan.notices:
-            log.warning("%s", notice)

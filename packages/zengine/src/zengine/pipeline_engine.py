@@ -1,44 +1,50 @@
-"""The engine of a pipeline: the same parts and boundary, with whole batches in place of forward and backward.
+"""Engine of a pipeline: the same parts and boundary, with whole batches in place of forward and backward.
 
     engine, *_ = zengine.initialize(model=PipelineModule(layers, num_stages=2, loss_fn=...), config=...)
     loss = engine.train_batch(iterator)                # of (inputs, labels), one for each micro-batch
     loss = engine.eval_batch(iterator)
 
-A rank holds some of the layers, so forward of a part is no model, and which micro-batch is next is the schedule's
-business: `forward`, `backward` and `step` say so.  `train_batch` is one step: it takes gradient_accumulation_steps
-micro-batches through all stages, and then does what `step` does at a boundary (`Engine._update`).  Norm, overflow and
-loss are those of the whole model, the same on all ranks: sums go over the stages too
-(`zpartition.layout.model_parallel`), and the
-last stage tells its losses to all.
+A rank holds some of the layers, and the schedule chooses the next micro-batch, so `forward`, `backward` and `step`
+raise.  `train_batch` is one step: it runs gradient_accumulation_steps micro-batches through all stages, and then does
+the same as `step` at a boundary (`Engine._update`).  Norm, overflow and loss are those of the whole model on all
+ranks: sums include the stages (`zpartition.layout.model_parallel`), and the last stage broadcasts its losses.
 
-Data is used on the ranks that hold the first and the last stage, alike.  The others need no iterator; where the
-engine has a loader of its own they move along with what they are given, so that its position is the same everywhere.
+The ranks of the first and the last stage read the same data.  Other ranks need no iterator; if the engine has its own
+loader they advance it too, so that its position is equal on all ranks.
+
+`EnginePasses` runs a stage's forwards and backwards with the engine's runner, scaler and partition.  Each
+micro-batch's backward is a round of the partition; only the last one of a batch sends, and it sends the sum
+(`ReduceAt.BATCH`).  So ranks with the same stage exchange gradients once per batch at every ZeRO stage.  Inside the
+schedule only stage 3's gathers wait for other ranks; their order is equal, since these ranks run the same actions.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
+import attrs
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+import zpartition
 from zengine.data import forever
 from zengine.data.tree import map_tensors
 from zengine.deepspeed_engine import DeepSpeedEngine
-from zengine.engine.pipeline_passes import EnginePasses
-from zpartition.pipeline import PipelineError, Recorder
+from zengine.engine.loss_weighting import check_loss
+from zpartition.pipeline import Passes, PipelineError, PipelineRunner, Recorder
 
 if TYPE_CHECKING:
     from zengine.config import Plan
     from zengine.engine.clock import MicroStep
     from zengine.engine.parts import Parts
-    from zpartition.pipeline import Action, PipelineModule, PipelineRunner
+    from zpartition.pipeline import Action, PipelineModule
 
-
-__all__ = ["PipelineEngine"]
+__all__ = ["EnginePasses", "PipelineEngine", "make_pipeline"]
 
 BatchFn = Callable[[Any], Any]
 Observe = Callable[["Action", float, float], None]
@@ -46,15 +52,15 @@ Observe = Callable[["Action", float, float], None]
 
 @final
 class PipelineEngine(DeepSpeedEngine):
-    """Trains the stages of this rank; made by `zengine.initialize` for a `PipelineModule`.
+    """Trains the stages of this rank; `zengine.initialize` makes one for a `PipelineModule`.
 
-    Invariant: `module.training` outside of `eval_batch` is as the caller left it.
+    Invariant: `eval_batch` leaves `module.training` as it was.
     """
 
     module: PipelineModule
 
     def __init__(self, module: PipelineModule, parts: Parts, plan: Plan, pipeline: PipelineRunner) -> None:
-        """pipeline: with `EnginePasses` over `parts`."""
+        """Wrap `module`.  pipeline: a runner with `EnginePasses` over `parts`."""
         super().__init__(module, parts, plan)
         assert isinstance(pipeline.passes, EnginePasses)
         self._pipeline, self._passes = pipeline, pipeline.passes
@@ -70,18 +76,18 @@ class PipelineEngine(DeepSpeedEngine):
     # -- batches ---------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step over gradient_accumulation_steps micro-batches; all ranks call.
+        """Run one optimizer step over gradient_accumulation_steps micro-batches; all ranks call.
 
-        data_iter: yields (inputs, labels); kept for the next call.  Default: the last one, or `training_data`.
+        data_iter: yields (inputs, labels); kept for the next call.  Default: the previous one, or `training_data`.
 
-        Returns the mean loss over micro-batches and replicas, () float32, the same on every rank; what became of the
-        step is in `last_report`.
+        Returns the mean loss over micro-batches and replicas, () float32, equal on every rank; `last_report` has the
+        report of the step.
 
         Raises:
-            PipelineError: there are no data, or a micro-batch is no pair.
+            PipelineError: no data were given, or a micro-batch is not a pair.
             ValueError: the data end within the batch; the loss is not a scalar or has no graph.
-            StageFailed: another rank of the pipeline failed in this batch, and the message says in what.
-            LossScaleExhausted: as `step` does.
+            StageFailed: another rank of the pipeline failed in this batch; the message has its error.
+            LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -90,13 +96,13 @@ class PipelineEngine(DeepSpeedEngine):
         self.train()
         with self.clock.batch() as micro, self.pipeline.abort_guard.guard("train_batch()"):
             try:
-                batches = self._training(self._source("train_batch", self._batches), count)
-                self._announce(micro)
+                batches = self._training_batches(self._source("train_batch", self._batches), count)
+                self._before_backward(micro)
                 loss = self.pipeline.train_batch(batches, count, self._observe)
             except BaseException:
                 parts.partition.zero_grad()
                 raise
-        self._run.losses.take(loss.item())
+        self._run.losses.set_mean(loss.item())
         with parts.telemetry.span("step"), self.clock.update(), parts.partition.zero_grad_on_exit():
             report = self._update(parts.scheduler.step)
         parts.telemetry.micro_step_end()
@@ -113,15 +119,18 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forward alone over `num_micro_batches` (default: gradient_accumulation_steps); all ranks call.
+        """Run only forward over `num_micro_batches` (default: gradient_accumulation_steps); all ranks call.
 
-        reduce_output: "avg" gives the mean loss over micro-batches and replicas; None that of each micro-batch of
-            this replica, (num_micro_batches,).
-        bcast_loss: every rank gets it; else those of the last stage, and the others None.
-        compute_loss: False gives outputs of the last layer instead, which need no labels: a list, None elsewhere.
-        return_logits: (loss, outputs) is returned.
+        reduce_output: "avg" for the mean loss over micro-batches and replicas; None for the losses of this replica's
+            micro-batches, (num_micro_batches,).
+        bcast_loss: return the loss on every rank; otherwise only on the last stage, and None on others.
+        compute_loss: if False, return the outputs of the last layer, which needs no labels: a list on the last stage,
+            None on others.
+        return_logits: return (loss, outputs).
 
-        Raises PipelineError, ValueError and StageFailed as `train_batch`, and ValueError for another `reduce_output`.
+        Raises:
+            PipelineError, StageFailed: as `train_batch`.
+            ValueError: as `train_batch`, and for another `reduce_output`.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f'eval_batch(reduce_output={reduce_output!r}): give "avg" or None')
@@ -138,18 +147,18 @@ class PipelineEngine(DeepSpeedEngine):
                     keep_outputs=return_logits or not compute_loss,
                 )
                 if compute_loss:
-                    losses = self._evaluated([loss for _, loss in found], count, is_mean=reduce_output == "avg")
+                    losses = self._reduce_losses([loss for _, loss in found], count, is_mean=reduce_output == "avg")
         finally:
             self.module.train(training)
         outputs = [output for output, _ in found] if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        told = losses if bcast_loss or self.is_last_stage() else None
-        return (told, outputs) if return_logits else told
+        loss = losses if bcast_loss or self.is_last_stage() else None
+        return (loss, outputs) if return_logits else loss
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Around one `train_batch`: the recorder's `timeline()` is what it took, on all ranks.  Collective.
+        """Record one `train_batch`; afterwards the recorder's `timeline()` has the times of all ranks.  Collective.
 
         with engine.recording() as recorder:
             engine.train_batch()
@@ -163,17 +172,17 @@ class PipelineEngine(DeepSpeedEngine):
         finally:
             self._observe = before
 
-    def _evaluated(self, losses: list[Tensor], count: int, *, is_mean: bool) -> Tensor:
-        told = self.pipeline.share(losses, count)
+    def _reduce_losses(self, losses: list[Tensor], count: int, *, is_mean: bool) -> Tensor:
+        shared = self.pipeline.share(losses, count)
         if not is_mean:
-            return told.float()
-        everybody = self.parts.exchange(told.mean().item())  # the replicas
-        return torch.tensor(sum(everybody) / len(everybody), device=self.device)
+            return shared.float()
+        means = self.parts.exchange(shared.mean().item())  # of the replicas
+        return torch.tensor(sum(means) / len(means), device=self.device)
 
     # -- data ------------------------------------------------------------------------------------
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Read training batches from `loader`, again and again."""
+        """Read training batches from `loader`, repeatedly."""
         self._batches = forever(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
@@ -181,34 +190,34 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches = iterator
 
     def set_batch_fn(self, fn: BatchFn) -> None:
-        """Let `fn` make (inputs, labels) of what the data yield."""
+        """Use `fn` to turn the items of the data into (inputs, labels)."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Forget what shapes stages hand on; each batch begins so anyway."""
+        """Forget the shapes of activations between stages; each batch starts that way anyway."""
         self.pipeline.p2p.channels.forget_shapes()
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank holds the first layers."""
+        """Return True if this rank holds the first layers."""
         return 0 in self.module.my_stages
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank holds the last layers, and so the loss."""
+        """Return True if this rank holds the last layers, and so the loss."""
         return self.module.num_stages - 1 in self.module.my_stages
 
     @property
     def stage_id(self) -> int:
-        """This rank's place along the pipeline, from 0."""
+        """Index of this rank in its pipeline, from 0."""
         return self.module.pipeline_position.rank
 
     @property
     def num_stages(self) -> int:
-        """Ranks along the pipeline."""
+        """Number of ranks in a pipeline."""
         return self.module.pipeline_position.num_ranks
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a training batch."""
+        """Micro-batches per training batch."""
         return self.clock.accumulation
 
     @property
@@ -224,61 +233,106 @@ class PipelineEngine(DeepSpeedEngine):
         return iter(()) if source is None else source
 
     def _pairs(self, source: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Micro-batches on the device."""
+        """Yield micro-batches on the device."""
         for batch in source:
             pair = self._batch_fn(batch)
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 what = f"{len(pair)} values" if isinstance(pair, (tuple, list)) else f"a {type(pair).__name__}"
                 raise PipelineError(
-                    f"a micro-batch of a pipeline is a pair (inputs, labels), and the data have {what}: change what "
-                    "they yield, or give a function to set_batch_fn()"
+                    f"a micro-batch of a pipeline is a pair (inputs, labels), and the data have {what}: change the "
+                    "data, or pass a function to set_batch_fn()"
                 )
             inputs, labels = (map_tensors(each, lambda tensor: tensor.to(self.device)) for each in pair)
             yield tuple(inputs) if isinstance(inputs, list) else inputs, labels
 
-    def _training(self, source: Iterator[Any], count: int) -> Iterator[tuple[Any, Any]]:
-        """The same, as features let a batch begin; ranks between the ends pass over what may be their loader's."""
+    def _training_batches(self, source: Iterator[Any], count: int) -> Iterator[tuple[Any, Any]]:
+        """Yield micro-batches after the features' `forward_begin`; inner stages only advance their loader."""
         if self._reads:
-            return (self._begun(pair) for pair in self._pairs(source))
+            return (self._forward_begin(pair) for pair in self._pairs(source))
         for _ in itertools.islice(source, 0 if self.parts.loader is None else count):
             pass
-        self._begun(())
+        self._forward_begin(())
         return iter(())
 
-    def _begun(self, pair: tuple[Any, ...]) -> Any:
+    def _forward_begin(self, pair: tuple[Any, ...]) -> Any:
         for feature in self._features:
             pair, _ = feature.forward_begin(pair, {})
         return pair
 
-    def _announce(self, micro: MicroStep) -> None:
-        """Let features know of the batch's first backward; losses of micro-batches are not theirs to change."""
+    def _before_backward(self, micro: MicroStep) -> None:
+        """Call the features' `backward_begin` before the batch's first backward; they cannot change its losses."""
 
         def first_backward() -> None:
             for feature in self._features:
                 feature.backward_begin(micro, torch.zeros((), device=self.device))
 
-        self._passes.announce = first_backward
+        self._passes.before_backward = first_backward
 
-    # -- what a pipeline has no use for ----------------------------------------------------------
+    # -- calls that a pipeline does not have -----------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a rank holds a part of the model."""
-        self._refuse("forward", "train_batch(iterator), or eval_batch(iterator) to evaluate")
+        """Raise PipelineError: a rank holds a part of the model."""
+        self._raise_whole_batches("forward", "train_batch(iterator), or eval_batch(iterator) to evaluate")
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the schedule decides when."""
-        self._refuse("backward", "train_batch(iterator)")
+        """Raise PipelineError: the schedule runs the backwards."""
+        self._raise_whole_batches("backward", "train_batch(iterator)")
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> NoReturn:
-        """Refused: a batch ends with it."""
-        self._refuse("step", "train_batch(iterator), which ends with the optimizer's step")
+        """Raise PipelineError: `train_batch` ends with the step."""
+        self._raise_whole_batches("step", "train_batch(iterator), which ends with the optimizer's step")
 
     def _optimizer_step(self) -> NoReturn:
-        """Refused: `optimizer.step()` likewise."""
-        self._refuse("optimizer.step", "train_batch(iterator), which ends with the optimizer's step")
+        """Raise PipelineError: `train_batch` ends with the step."""
+        self._raise_whole_batches("optimizer.step", "train_batch(iterator), which ends with the optimizer's step")
 
-    def _refuse(self, name: str, instead: str) -> NoReturn:
+    def _raise_whole_batches(self, name: str, instead: str) -> NoReturn:
         raise PipelineError(
             f"{name}() on a pipeline of {self.module.num_stages} stages: micro-batches go through the stages by a "
             f"schedule. Call {instead}."
         )
+
+
+def make_pipeline(module: PipelineModule, parts: Parts, plan: Plan) -> PipelineRunner:
+    """Return the runner that takes batches through the stages, with the passes of an engine of `parts`."""
+    passes, dtype = EnginePasses(parts), plan.numerics.autocast
+    if dtype != torch.float32:
+        passes.autocast = functools.partial(torch.autocast, parts.world.device.type, dtype=dtype)
+    return PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
+
+
+@final
+@attrs.define(eq=False)
+class EnginePasses(Passes):
+    """Forward and backward of a stage with the parts of an engine."""
+
+    parts: Parts
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # around the loss, as around forward
+    before_backward: Callable[[], None] = lambda: None  # called once, before the first backward of a batch
+
+    def forward(self, module: PipelineModule, stage: int, value: Any, around: Any) -> Any:
+        """Run a stage as the engine's runner runs a module."""
+        with self.parts.telemetry.span("forward"):
+            return self.parts.runner.forward(module, (value,), {"stage": stage, "around": around})
+
+    def loss(self, loss_fn: Callable[[Any, Any], Any], output: Any, labels: Any) -> Any:
+        """Compute the loss inside autocast if forward runs there, so that losses of narrow outputs are in float32."""
+        with self.autocast():
+            return loss_fn(output, labels)
+
+    def share(self, loss: Tensor, micro_batches: int) -> Tensor:
+        """Return the loss divided by the micro-batches and scaled.  Raises ValueError for a loss without a graph."""
+        check_loss(loss)
+        return self.parts.scaler.scale(loss / micro_batches)
+
+    @contextmanager
+    def backward(self, *, is_last: bool) -> Iterator[None]:
+        """Open a round of the partition; the last one of a batch sends."""
+        before, self.before_backward = self.before_backward, lambda: None
+        before()
+        with self.parts.telemetry.span("backward"), self.parts.partition.micro_step(is_last=is_last):
+            yield
+
+    def whole(self, params: Iterable[Parameter]) -> AbstractContextManager[Any]:
+        """Gather the parameters.  A collective of the ranks that hold the same stage."""
+        return zpartition.gathered(list(params))

@@ -1,4 +1,4 @@
-"""For tests: a small engine, on one rank or several, and what every loader has to do."""
+"""Testing tools: a small engine on any number of ranks, and the resume contract of loaders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Regression", "check_resumes", "rank_batch", "saved", "small_engine",
 
 
 class Regression(nn.Module):
-    """Two layers of 21 parameters, the same on all ranks; (rows, 3) -> the loss, a scalar."""
+    """Two linear layers with 21 parameters, equal on all ranks; forward maps (rows, 3) to the loss, a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Regression(nn.Module):
 
 
 def small_engine(model: nn.Module | None = None, **config: Any) -> zengine.Engine:
-    """An engine with SGD, without clipping, for micro-batches of two rows; `config` adds keys and replaces others."""
+    """Return an engine with SGD and without clipping, for micro-batches of two rows; `config` adds keys."""
     base = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0,
@@ -40,24 +40,25 @@ def small_engine(model: nn.Module | None = None, **config: Any) -> zengine.Engin
 
 
 def rank_batch(index: int) -> Tensor:
-    """(2, 3): other rows for each index and rank."""
+    """Return a (2, 3) batch that differs by index and rank."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     return torch.linspace(-1, 1 + index + rank, 6).view(2, 3)
 
 
 def take(loader: Any, count: int) -> list[Any]:
-    """The next batches of a loader, over epochs, as lists."""
+    """Return the next `count` batches of a loader as lists, across epochs."""
     return [batch.tolist() if isinstance(batch, Tensor) else batch for batch in islice(forever(loader), count)]
 
 
 def saved(loader: Any) -> Any:
-    """A loader's state as a checkpoint keeps it."""
+    """Return a loader's state as a checkpoint stores it."""
     return json.loads(json.dumps(loader.state_dict()))
 
 
 def check_resumes(make: Callable[..., Any], stop: int, ahead: int, **of_the_killed: Any) -> None:
-    """A new loader that loads the state of one killed after `stop` batches goes on as if nothing had happened, for
-    `ahead` batches; AssertionError if it does not.  of_the_killed: arguments of `make` for that one alone.
+    """Assert that a loader continues exactly from the state of one that stopped after `stop` batches.
+
+    ahead: number of batches compared after the resume.  of_the_killed: arguments of `make` for the stopped one only.
     """
     uninterrupted, killed, resumed = take(make(), stop + ahead), make(**of_the_killed), make()
     assert take(killed, stop) == uninterrupted[:stop]

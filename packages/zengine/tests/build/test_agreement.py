@@ -1,4 +1,4 @@
-"""Ranks that were given different things are told."""
+"""Ranks with different configs, models or versions raise at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts a plan gets. (That they work together is tests/parity.)"""
+"""Parts that a plan gets. (tests/parity tests them together.)"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zengine.config import Facts, Plan, load, resolve
 from zengine.engine.nonfinite import SkipNonFinite, apply_always
 from zengine.engine.optimizer_calls import OptimizerCalls
 from zengine.engine.parts import Numbers
-from zengine.engine.runners import AutocastRunner, CastingRunner, Holding, Sequential
+from zengine.engine.runners import AutocastRunner, CastingRunner, RunnerWithCleanup, Sequential
 from zengine.features import Balancing, DumpState, Unfreezing
 from zpartition.activations import Checkpointing
 from zpartition.experts import Router, RoutingRule
@@ -87,8 +87,8 @@ def test_inputs_are_cast_only_when_asked():
     assert isinstance(runner(fp16={"enabled": True, "auto_cast": True}), CastingRunner)
     assert runner(torch_autocast={"enabled": True}) == AutocastRunner("cpu", torch.bfloat16)
     kept = runner(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["0"]})
-    assert isinstance(kept, Holding)
-    assert kept.held[0].names == ("",)  # all of the module
+    assert isinstance(kept, RunnerWithCleanup)
+    assert kept.changes[0].names == ("",)  # all of the module
     assert isinstance(runner(data_types={"keep_in_fp32_modules": ["0"]}), Sequential)
 
 

@@ -1,4 +1,4 @@
-"""Compiled blocks compute the same, keep names and hooks, and are gone after close."""
+"""Compiled blocks compute the same, keep names and hooks, and are removed by close."""
 
 from __future__ import annotations
 

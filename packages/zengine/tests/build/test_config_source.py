@@ -1,4 +1,4 @@
-"""Where the config comes from."""
+"""Sources of the config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from zengine import ConfigError, add_config_arguments
-from zengine.build.config_source import pick_config
+from zengine.initialize import pick_config
 
 
 def test_each_single_source_is_taken():

@@ -1,4 +1,4 @@
-"""The module's experts are shared out as the config or its own layers say, or refused before a message."""
+"""Experts are distributed as the config or the layers ask, or rejected before a message."""
 
 from __future__ import annotations
 

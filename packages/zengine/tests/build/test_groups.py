@@ -1,4 +1,4 @@
-"""Who the ranks of an engine are to each other: from the config, a mesh, an mpu or a split model."""
+"""Process groups of an engine: from the config, a mesh, an mpu or a split model."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import end_ranks, run_ranks
-from zengine.build.groups import laid_out
+from zengine.build.groups import process_layout
 from zpartition.tensor import tp_model_init
 from zpartition.testing.tensor_models import PLAN, Gated, Language
 
 
 def test_mpu_and_mesh_together_are_refused() -> None:
     with pytest.raises(ValueError, match="both mpu= and mesh="):
-        laid_out(object(), object(), nn.Module())
+        process_layout(object(), object(), nn.Module())
 
 
 def test_stages_of_an_mpu_are_refused_with_their_number() -> None:
     mpu = SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2, get_data_parallel_group=lambda: None)
     with pytest.raises(ValueError, match=r"get_pipeline_model_parallel_world_size\(\) is 2.*axis 'pipeline'"):
-        laid_out(mpu, None, nn.Module())
+        process_layout(mpu, None, nn.Module())
     mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 2, get_data_parallel_group=lambda: None)
     with pytest.raises(ValueError, match=r"get_model_parallel_world_size\(\) is 2"):
-        laid_out(mpu, None, nn.Module())
+        process_layout(mpu, None, nn.Module())
 
 
 def test_an_mpu_of_replicas_gives_its_group() -> None:
     group: Any = dist.group.WORLD if dist.is_initialized() else object()  # of this one rank
     mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_data_parallel_group=lambda: group)
-    found = laid_out(mpu, None, nn.Module())
+    found = process_layout(mpu, None, nn.Module())
     groups = found.make(zcomm.Degrees())
-    assert (found.replicas, found.by, groups.given) == (1, "mpu=", {(0,): group})
+    assert (found.replicas, found.source, groups.given) == (1, "mpu=", {(0,): group})
 
 
 def test_experts_of_one_engine_are_not_those_of_whoever_has_the_same_groups() -> None:
     given = zcomm.Groups.of(zcomm.Degrees(expert=2), 4, 0)
-    made = laid_out(given, None, nn.Module()).make(zcomm.Degrees(shard=4))
+    made = process_layout(given, None, nn.Module()).make(zcomm.Degrees(shard=4))
     assert (made.expert, given.expert) == (1, 2)
 
 
@@ -51,11 +51,11 @@ def _ways() -> dict[str, tuple[Any, ...]]:
     degrees = zcomm.Degrees(tensor=2)
     whole, split = nn.Linear(2, 2), tp_model_init(Language(), 2, config=PLAN)
     ways = {
-        "config": laid_out(None, None, whole),
-        "mesh": laid_out(None, mesh, whole),
-        "mpu": laid_out(zcomm.Groups.of(degrees), None, whole),
-        "model": laid_out(None, None, split),
-        "model and the replicas of a mesh": laid_out(None, mesh["shard"], split),
+        "config": process_layout(None, None, whole),
+        "mesh": process_layout(None, mesh, whole),
+        "mpu": process_layout(zcomm.Groups.of(degrees), None, whole),
+        "model": process_layout(None, None, split),
+        "model and the replicas of a mesh": process_layout(None, mesh["shard"], split),
     }
     found: dict[str, tuple[Any, ...]] = {}
     for name, way in ways.items():
@@ -65,7 +65,7 @@ def _ways() -> dict[str, tuple[Any, ...]]:
         for group in (groups.tensor(), groups.gradient()):
             assert group is not None
             zcomm.barrier(group)
-    alone = laid_out(None, mesh["shard"], whole)  # two copies in two halves of the world
+    alone = process_layout(None, mesh["shard"], whole)  # two copies in two halves of the world
     found["half"] = (alone.replicas, alone.num_ranks, tuple(dist.get_process_group_ranks(alone.world())))
     return found
 

@@ -1,4 +1,4 @@
-"""From the data sections to loaders: by the config, and by DeepSpeed's calls."""
+"""Loaders of the data sections, and of DeepSpeed's calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A PipelineModule meets a config."""
+"""Checks of a PipelineModule against a config."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from torch import nn
 
 import zengine
-from zengine.build.pipeline import check_pipeline, fitted
+from zengine.build.pipeline import check_pipeline, fit_plan, pipeline_axes
 from zengine.config import ConfigError, Facts, Plan, load, resolve
-from zengine.engine.stages import stage_axes
 from zpartition import ReduceAt
 from zpartition.pipeline import PipelineModule
 
@@ -22,21 +21,21 @@ def module(**options: Any) -> PipelineModule:
 
 def plan_of(model: nn.Module, accumulation: int = 1, **others: Any) -> Plan:
     source = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, **others}
-    ranks = others.get("pipeline", {}).get("stages", 1) if not stage_axes(model) else 1
-    facts = Facts(world_size=ranks, replicas=ranks, axes=stage_axes(model), axes_source="the model")
+    ranks = others.get("pipeline", {}).get("stages", 1) if not pipeline_axes(model) else 1
+    facts = Facts(world_size=ranks, replicas=ranks, axes=pipeline_axes(model), axes_source="the model")
     return resolve(load(source), facts)
 
 
 def test_gradients_of_a_pipeline_are_reduced_once_a_batch() -> None:
     model = module()
-    plan = fitted(
+    plan = fit_plan(
         model, plan_of(model, pipeline={"activation_checkpoint_interval": 2}, zero_optimization={"stage": 3})
     )
     assert plan.zero.reduce_at is ReduceAt.BATCH
     assert model.recompute_interval == 2
     plain = nn.Linear(2, 2)
-    assert stage_axes(plain) == {}
-    assert fitted(plain, plan_of(plain)).zero.reduce_at is ReduceAt.MICRO_STEP
+    assert pipeline_axes(plain) == {}
+    assert fit_plan(plain, plan_of(plain)).zero.reduce_at is ReduceAt.MICRO_STEP
 
 
 @pytest.mark.parametrize(
@@ -52,18 +51,18 @@ def test_gradients_of_a_pipeline_are_reduced_once_a_batch() -> None:
 def test_what_the_module_is_not_is_refused(pipeline: dict[str, Any], message: str) -> None:
     model = module()
     with pytest.raises(ConfigError, match=message):
-        fitted(model, plan_of(model, pipeline=pipeline))
+        fit_plan(model, plan_of(model, pipeline=pipeline))
     same = module(partition_method="best", seed_layers=True)
-    fitted(same, plan_of(same, pipeline={**pipeline}))
+    fit_plan(same, plan_of(same, pipeline={**pipeline}))
 
 
 def test_a_schedule_that_does_not_take_the_micro_batches_is_refused_before_anything() -> None:
     model = module(stages_per_rank=2)
-    fitted(model, plan_of(model))  # two stages of one rank are interleaved
+    fit_plan(model, plan_of(model))  # two stages of one rank are interleaved
     with pytest.raises(
         ConfigError, match=r'schedule = "gpipe": .*one stage a rank, not 2.*gradient_accumulation_steps'
     ):
-        fitted(model, plan_of(model, pipeline={"schedule": "gpipe"}))
+        fit_plan(model, plan_of(model, pipeline={"schedule": "gpipe"}))
 
 
 def test_stages_of_a_model_that_has_none() -> None:
@@ -71,13 +70,13 @@ def test_stages_of_a_model_that_has_none() -> None:
     with pytest.raises(
         ConfigError, match=r"pipeline\.stages = 2: the model is a Linear.*PipelineModule\(layers, num_st"
     ):
-        fitted(plain, plan_of(plain, pipeline={"stages": 2}))
+        fit_plan(plain, plan_of(plain, pipeline={"stages": 2}))
 
 
 def test_keys_for_a_model_without_stages_say_so(caplog: pytest.LogCaptureFixture) -> None:
     plain = nn.Linear(2, 2)
     with caplog.at_level(logging.WARNING, "zengine"):
-        fitted(plain, plan_of(plain, pipeline={"schedule": "gpipe"}))
+        fit_plan(plain, plan_of(plain, pipeline={"schedule": "gpipe"}))
     assert caplog.messages == ["pipeline.schedule: no effect, since the model is no PipelineModule"]
 
 

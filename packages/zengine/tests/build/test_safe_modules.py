@@ -1,4 +1,4 @@
-"""Names of classes whose gradients travel in the lower dtype."""
+"""Names of classes whose gradients are reduced in the lower dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import zengine
-from zengine.build.trainable import refuse_unknown_classes
+from zengine.build.trainable import check_class_names
 
 
 class Own(nn.Linear):
@@ -15,7 +15,7 @@ class Own(nn.Linear):
 
 @pytest.mark.parametrize("name", ["Linear", "Own", "torch.nn.Linear", "torch.nn.Conv3d", f"{__name__}.Own"])
 def test_classes_of_the_model_and_any_that_can_be_imported_are_known(name: str) -> None:
-    refuse_unknown_classes([name], nn.Sequential(nn.Linear(1, 1), Own(1, 1)))
+    check_class_names([name], nn.Sequential(nn.Linear(1, 1), Own(1, 1)))
 
 
 @pytest.mark.parametrize("name", ["torch.nn.Linaer", "nowhere.Linear", "linear", "torch.nn.functional.relu"])
@@ -28,4 +28,4 @@ def test_a_name_that_means_nothing_is_refused_before_anything_is_moved(name: str
 
 def test_the_nearest_class_is_suggested() -> None:
     with pytest.raises(ValueError, match=r"Did you mean 'torch.nn.Linear'\?"):
-        refuse_unknown_classes(["torch.nn.Linaer"], nn.Sequential(nn.Linear(1, 1)))
+        check_class_names(["torch.nn.Linaer"], nn.Sequential(nn.Linear(1, 1)))

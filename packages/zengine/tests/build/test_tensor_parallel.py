@@ -1,4 +1,4 @@
-"""The module is split as the config, the model or its behaviour says."""
+"""Tensor-parallel split by the config, the model's plan or inference."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_split_is_told_with_its_numbers_before_any_message() -> N
         "0 messages: partition_config.layer_specs[0]: pattern 'nothing' fits no weight of the model",
         "0 messages: partition_config.layer_specs[0]: the 8 rows of 0.gate cannot be split into 3 equal blocks",
         "0 messages: tp_plan: style 'diagonal_row' of '0.down' is not known",
-        "0 messages: a plan for Sequential is inferred from what the model does with a small input, and there is "
+        "0 messages: the tensor-parallel plan of Sequential is inferred by running it on a small input, and there is "
         "none: pass training_data=",
     ]
     for found in run_ranks(_mistakes, 2):

@@ -1,4 +1,4 @@
-"""Decisions about checkpoints that all ranks make alike."""
+"""Decisions about checkpoints that are equal on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole weights out of an engine, at every stage, by the names that integrations call."""
+"""Export of whole weights at every stage, by the names that integrations call."""
 
 from __future__ import annotations
 

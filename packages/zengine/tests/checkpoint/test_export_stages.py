@@ -1,4 +1,4 @@
-"""Tensors of all stages arrive on the first rank, one at a time and as they are."""
+"""Export of all stages: tensors arrive on the first rank, one at a time and unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import zcomm
 from zcomm.testing import run_ranks
-from zengine.checkpoint.export_stages import from_all_stages
+from zengine.checkpoint.export import from_all_stages
 from zengine.checkpoint.weight_files import Entry
 from zpartition import ModelParallelGroup
 

@@ -1,4 +1,4 @@
-"""Options and schedules of torch's: what is taken, what is refused, and that asking changes nothing."""
+"""Saved options and schedules of torch: accepted or rejected, without side effects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import zoptim
-from zengine.checkpoint.foreign_state import check_options, prepare_schedule, set_options, travelling_options
+from zengine.checkpoint.foreign_state import check_options, prepare_schedule, saved_options, set_options
 
 INF, NAN = float("inf"), float("nan")
 
@@ -36,7 +36,7 @@ def adamw(kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimize
 )
 def test_an_option_that_cannot_be_is_refused_by_name(kind: Any, key: str, value: Any) -> None:
     optimizer = adamw(kind)
-    (options,) = travelling_options(optimizer)
+    (options,) = saved_options(optimizer)
     with pytest.raises((ValueError, TypeError), match=rf"groups\[0\].*{key}"):
         check_options(optimizer, [{**options, key: value}], complete=True)
 
@@ -44,7 +44,7 @@ def test_an_option_that_cannot_be_is_refused_by_name(kind: Any, key: str, value:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, zoptim.AdamW])
 def test_options_of_another_run_are_taken(kind: Any) -> None:
     optimizer = adamw(kind, lr=0.5)
-    theirs = travelling_options(adamw(kind, lr=torch.tensor(0.25), betas=(0.5, 0.75), weight_decay=0))
+    theirs = saved_options(adamw(kind, lr=torch.tensor(0.25), betas=(0.5, 0.75), weight_decay=0))
     check_options(optimizer, [{**theirs[0], "initial_lr": 0.5, "of mine": "x"}], complete=True)
     set_options(optimizer, theirs)
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
@@ -54,9 +54,9 @@ def test_options_of_another_run_are_taken(kind: Any) -> None:
 def test_only_what_others_have_saved_may_be_incomplete() -> None:
     optimizer = adamw()
     check_options(optimizer, [{"lr": 0.5}], complete=False)
-    with pytest.raises(ValueError, match=r"groups\[0\] lacks betas"):
+    with pytest.raises(ValueError, match=r"groups\[0\]\.betas is missing"):
         check_options(optimizer, [{"lr": 0.5}], complete=True)
-    with pytest.raises(ValueError, match=r"groups\[0\] lacks lr"):
+    with pytest.raises(ValueError, match=r"groups\[0\]\.lr is missing"):
         check_options(optimizer, [{}], complete=False)
 
 
@@ -140,7 +140,7 @@ def test_a_rate_that_was_a_tensor_is_a_number_where_a_number_is() -> None:
 def test_a_value_that_a_schedule_of_torchs_does_not_have_is_refused_but_for_flags_of_other_versions() -> None:
     optimizer = adamw()
     schedule = lr_scheduler.StepLR(optimizer, 2)
-    with pytest.raises(ValueError, match="betas is no value that a StepLR saves"):
+    with pytest.raises(ValueError, match="betas is not a value that a StepLR saves"):
         prepare_schedule(schedule, optimizer, {**schedule.state_dict(), "betas": 5})
     prepare_schedule(schedule, optimizer, {**schedule.state_dict(), "_of_another_version": False})()
 
@@ -148,7 +148,7 @@ def test_a_value_that_a_schedule_of_torchs_does_not_have_is_refused_but_for_flag
 @pytest.mark.parametrize("key", ["step", "optimizer", "get_lr"])
 def test_a_value_that_would_hide_a_part_of_the_schedule_is_refused(key: str) -> None:
     schedule, optimizer = advanced(SCHEDULES["StepLR"], 1)
-    with pytest.raises(ValueError, match=f"{key} is no value that a StepLR saves"):
+    with pytest.raises(ValueError, match=f"{key} is not a value that a StepLR saves"):
         prepare_schedule(schedule, optimizer, {**schedule.state_dict(), key: 5})
 
 

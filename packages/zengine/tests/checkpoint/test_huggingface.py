@@ -1,4 +1,4 @@
-"""Transformers' own conversions, carried out on names and places of what a folder holds."""
+"""Transformers' conversions, on names and places of tensors in a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zckpt import CheckpointInputError
-from zengine.checkpoint.huggingface import as_module_has_them
+from zengine.checkpoint.huggingface import to_module_names
 
 transformers = pytest.importorskip("transformers", minversion="5")
 core = pytest.importorskip("transformers.core_model_loading")
@@ -29,15 +29,15 @@ def shapes(of: nn.Module) -> dict[str, tuple[int, ...]]:
 def converted(weights: dict[str, Tensor], of: Any, *mapping: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(known, "get_model_conversion_mapping", lambda given: list(mapping))
-        return dict(as_module_has_them(weights, of, shapes(of)))
+        return dict(to_module_names(weights, of, shapes(of)))
 
 
 def test_other_models_and_names_that_fit_are_left_as_they_are() -> None:
     weights = {"a.weight": torch.ones(2)}
-    assert as_module_has_them(weights, nn.Linear(2, 2), {"weight": (2, 2), "bias": (2,)}) is weights
+    assert to_module_names(weights, nn.Linear(2, 2), {"weight": (2, 2), "bias": (2,)}) is weights
     of = model()
     own = {name: torch.empty(shape) for name, shape in shapes(of).items()}
-    found = as_module_has_them(own, of, shapes(of))
+    found = to_module_names(own, of, shapes(of))
     assert found.keys() == own.keys()
     assert all(found[name] is tensor for name, tensor in own.items())
 
@@ -107,6 +107,6 @@ def test_experts_of_which_one_is_missing_are_told_by_shape() -> None:
         of = transformers.MixtralForCausalLM(config)
     stem = "model.layers.0.block_sparse_moe.experts"
     given = {f"{stem}.{expert}.w2.weight": torch.full((8, 6), float(expert)) for expert in (0, 1, 3)}
-    ((name, found),) = as_module_has_them(given, of, shapes(of)).items()
+    ((name, found),) = to_module_names(given, of, shapes(of)).items()
     assert name == "model.layers.0.mlp.experts.down_proj"
     assert found.get_shape() == [3, 8, 6]

@@ -1,4 +1,4 @@
-"""Encoding of what schedules and optimizers keep."""
+"""JSON encoding of small state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_unknown_dtype_in_a_file_is_refused():
 
 def test_a_forged_shape_does_not_ask_for_memory():
     (key,) = encode(torch.ones(()))
-    with pytest.raises(ValueError, match="gives one number the shape"):
+    with pytest.raises(ValueError, match="a tensor with one number has the shape"):
         decode({key: [0.0, "float32", [10**13]]})
 
 

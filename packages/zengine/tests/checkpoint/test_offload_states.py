@@ -1,4 +1,4 @@
-"""The engine lends its memory, and goes on as if it had not."""
+"""Offloaded states: training continues exactly after a reload."""
 
 from __future__ import annotations
 

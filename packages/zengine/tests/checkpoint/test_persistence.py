@@ -1,4 +1,4 @@
-"""The engine's members that read and write runs and weights; what they do is in test_checkpointing."""
+"""Members of the engine that save and load runs and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes back: from disk and from the copy of a background save in memory."""
+"""Restore from disk, and from the in-memory copy of a background save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 import zckpt
 import zengine
 from zcomm.testing import run_ranks
-from zengine.checkpoint.restore import RestoredState, What
+from zengine.checkpoint.restore import RestoredState, RestoreScope
 from zpartition import Shard
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
@@ -100,9 +100,9 @@ def test_a_position_that_does_not_fit_is_refused_before_anything_changes(tmp_pat
 
 
 def test_what_to_restore_follows_from_the_arguments():
-    assert What.choose(False, True, True) == What(optimizer=True, scheduler=True, run=True)
-    assert What.choose(True, True, True) == What(optimizer=False, scheduler=False, run=False)
-    assert What.choose(False, False, True) == What(optimizer=False, scheduler=True, run=True)
+    assert RestoreScope.choose(False, True, True) == RestoreScope(optimizer=True, scheduler=True, run=True)
+    assert RestoreScope.choose(True, True, True) == RestoreScope(optimizer=False, scheduler=False, run=False)
+    assert RestoreScope.choose(False, False, True) == RestoreScope(optimizer=False, scheduler=True, run=True)
 
 
 @pytest.mark.parametrize("value", [-7.0, float("nan"), float("inf")])
@@ -110,5 +110,5 @@ def test_a_step_count_that_is_none_is_refused(value: float) -> None:
     restored = RestoredState()
     restored.add("optimizer.step.a", Shard("optimizer.step.a", (), (), (0, 1), torch.zeros(1)))
     restored.numbers[0].tensor.fill_(value)
-    with pytest.raises(zckpt.CheckpointStateError, match=r"optimizer\.step\.a = .*: a step count is 0 or more"):
-        restored.take_numbers()
+    with pytest.raises(zckpt.CheckpointStateError, match=r"optimizer\.step\.a = .* is not a step count of 0 or more"):
+        restored.stage_numbers()

@@ -1,4 +1,4 @@
-"""Saving and loading: what is refused, and with which words. (That resuming is exact is tests/recovery.)"""
+"""Errors of saving and loading. (tests/recovery tests exact resumption.)"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_gradients_of_an_unfinished_step_are_not_lost_silently(tmp_path):
     engine = make(gradient_accumulation_steps=2)
     engine.backward(engine(torch.ones(2, 3)).mean())
     engine.step()
-    with pytest.raises(ValueError, match="legal between steps; micro-step 2 of 2 of step 0 is under way"):
+    with pytest.raises(ValueError, match="legal between steps; micro-step 2 of 2 of step 0 is running"):
         engine.save_checkpoint(tmp_path)
 
 
@@ -209,7 +209,7 @@ def test_another_kind_of_schedule_is_named_and_another_scaler_starts_afresh(tmp_
     half = make(fp16={"enabled": True, "initial_scale_power": 4}, **warmup)
     half.load_checkpoint(tmp_path)
     assert half.loss_scale == 16.0
-    assert "the loss scale starts afresh" in caplog.text
+    assert "the loss scale starts from its initial value" in caplog.text
 
 
 def _bad_client_state_on_rank_1() -> str:
@@ -279,8 +279,11 @@ def test_what_a_load_that_is_not_strict_leaves_out_is_said(tmp_path, caplog):
     other = make(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
     kept = other.module[1].weight.clone()
     other.load_checkpoint(tmp_path, load_module_strict=False)
-    assert "2 tensors are missing in it (1.bias, 1.weight), 0 are not wanted (none): what is missing" in caplog.text
-    assert "no optimizer state of 1.bias (2 parameters in all): it starts afresh" in caplog.text
+    assert (
+        "2 tensors are missing in it (1.bias, 1.weight), 0 are unknown to the model (none): missing tensors"
+        in caplog.text
+    )
+    assert "no optimizer state of 1.bias (2 parameters in all): it starts from zero" in caplog.text
     assert other.module[1].weight.equal(kept)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints behind the loop's back: the same files, errors on all ranks together, nothing left running."""
+"""Background saves: the same files, errors on all ranks together, no thread left."""
 
 from __future__ import annotations
 

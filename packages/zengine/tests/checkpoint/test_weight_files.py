@@ -1,4 +1,4 @@
-"""Weights written tensor by tensor, read by those whose formats they are."""
+"""Weight files written tensor by tensor, read by torch and safetensors."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def test_values_are_taken_one_at_a_time(tmp_path: Path):
 def test_what_cannot_be_written_leaves_no_file(tmp_path: Path):
     with pytest.raises(TypeError, match=r"z is torch\.complex64, which w\.bin cannot hold"):
         write_weights(tmp_path / "w.bin", [Entry(("z",), (1,), torch.complex64)], [torch.zeros(1)])
-    with pytest.raises(ValueError, match=r"w was to be torch\.float32 \(2,\), and is torch\.float32 \(3,\)"):
+    with pytest.raises(ValueError, match=r"expected w as torch\.float32 \(2,\), got torch\.float32 \(3,\)"):
         write_weights(tmp_path / "w.bin", [Entry(("w",), (2,), torch.float32)], [torch.zeros(3)])
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Weights from files: a byte that was flipped is told before anything is taken, on every rank."""
+"""Weights from files: a flipped byte raises on every rank before weights change."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def fails_half_way(path: str) -> list[str]:
 
     with mock.patch.object(zpartition.tensors.loading, "_read", failing), pytest.raises((OSError, ValueError)):
         engine.load_weights(path)
-    with pytest.raises(HalfLoaded, match=rf"forward\(\) is refused: the load of weights from {path} failed"):
+    with pytest.raises(HalfLoaded, match=rf"forward\(\) is not possible: the load of weights from {path} failed"):
         engine(torch.ones(2, 3))
     engine.load_weights(path)
     assert all(value.eq(2.0).all() for value in engine.state_dict().values())

@@ -1,4 +1,4 @@
-"""Who decides about boundaries, and when gradients are reduced."""
+"""Accumulation boundaries, and the time of reduction."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_batch_sizes_that_do_not_fit_are_refused_with_the_nearest() -> None:
         ValueError, match=r"takes 2 samples \(2 a rank x 1 ranks\); the nearest multiples are 4 and 6"
     ):
         engine.set_train_batch_size(5)
-    with pytest.raises(ValueError, match="give 1 or more"):
+    with pytest.raises(ValueError, match="pass 1 or more"):
         engine.set_train_micro_batch_size(0)
     engine.set_train_batch_size(4)
     run_one(engine)
@@ -166,7 +166,7 @@ def test_a_boundary_inside_no_sync_is_refused_and_taken_outside() -> None:
     engine, clean = small_engine(), small_engine()
     with engine.no_sync():
         engine.backward(engine(rank_batch(0)))
-        with pytest.raises(CallOrderError, match=r"is inside no_sync\(\)"):
+        with pytest.raises(CallOrderError, match=r"update the weights inside no_sync\(\)"):
             engine.step()
     engine.allreduce_gradients()
     assert engine.step() == run_one(clean)

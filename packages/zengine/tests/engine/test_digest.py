@@ -1,4 +1,4 @@
-"""Equal values have equal digests, others have others."""
+"""Equal values have equal digests, different values different ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zengine.engine.digest import SAMPLE_NUMEL, code, fingerprint, is_fixed, mixed, plain
+from zengine.engine.digest import SAMPLE_NUMEL, fingerprint, is_fixed, mix, to_plain, value_code
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ from zengine.engine.digest import SAMPLE_NUMEL, code, fingerprint, is_fixed, mix
     ],
 )
 def test_equal_values_have_one_code(one: object, other: object) -> None:
-    assert code("lr", one) == code("lr", other)
-    assert plain(one) == plain(other)
+    assert value_code("lr", one) == value_code("lr", other)
+    assert to_plain(one) == to_plain(other)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_equal_values_have_one_code(one: object, other: object) -> None:
     ],
 )
 def test_other_values_have_other_codes(one: object, other: object) -> None:
-    assert code("lr", one) != code("lr", other)
+    assert value_code("lr", one) != value_code("lr", other)
 
 
 def test_a_name_counts() -> None:
-    assert code("0 lr", 0.1) != code("1 lr", 0.1)
+    assert value_code("0 lr", 0.1) != value_code("1 lr", 0.1)
 
 
 def test_what_may_change_in_place_is_not_fixed() -> None:
@@ -59,7 +59,7 @@ def test_what_may_change_in_place_is_not_fixed() -> None:
 
 
 def test_salt_changes_all_bits_of_a_digest() -> None:
-    one, other = (torch.tensor([mixed(number, salt) & 0x3FFFF for salt in range(4096)]) for number in (1, 2))
+    one, other = (torch.tensor([mix(number, salt) & 0x3FFFF for salt in range(4096)]) for number in (1, 2))
     assert int((one == other).sum()) < 3  # expected 4096 / 2**18
     flips = sum((one >> bit & 1) != (other >> bit & 1) for bit in range(18)).sum() / (18 * 4096)  # type: ignore[union-attr]
     assert 0.48 < float(flips) < 0.52

@@ -1,4 +1,4 @@
-"""Ranks that no longer agree on options, on what is trained or on anything else are told before the weights move."""
+"""Ranks that disagree on options or trained parameters raise before the weights change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's contract, at world size 1 unless a test says otherwise."""
+"""Contract of the engine, at world size 1 unless a test says otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines come and go: close leaves nothing, several live side by side, and one that fails harms no other."""
+"""Lifetime of engines: close removes everything, several coexist, and a failed one harms no other."""
 
 from __future__ import annotations
 

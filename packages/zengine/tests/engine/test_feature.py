@@ -1,4 +1,4 @@
-"""The identity feature changes nothing."""
+"""The base feature changes nothing."""
 
 from __future__ import annotations
 

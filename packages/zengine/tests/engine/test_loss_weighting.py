@@ -1,4 +1,4 @@
-"""Weighted losses: accumulation, ranks and one large batch give the same gradients, however uneven they are."""
+"""Weighted losses: accumulation, ranks and one large batch give the same gradients for uneven batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backward accepts."""
+"""Losses that `backward` accepts."""
 
 from __future__ import annotations
 

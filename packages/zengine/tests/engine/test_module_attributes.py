@@ -1,4 +1,4 @@
-"""What the module and the engine both have: the module's where nobody expects the engine's, else it is told."""
+"""Attributes of the module through the engine: reached, or hidden with a log line; old names raise."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_features_and_losses_of_the_module_are_reached_through_the_engine(caplog
     assert engine.features is model.features
     assert engine.losses is model.losses
     assert engine.transitions == 3
-    assert "hide" not in caplog.text
+    assert "hidden by" not in caplog.text
     engine.backward(engine(rank_batch(0)))
     assert engine.step()
 
@@ -97,7 +97,7 @@ def test_what_stays_hidden_is_logged_with_the_way_to_reach_it(caplog):
         engine = small_engine(Planner())
     assert collisions(engine) == ["clock", "config", "device", "parts", "plan", "span"]
     assert (
-        "Planner has attributes that the engine's own of the same name hide: clock, config, device, parts, plan, span"
+        "attributes of Planner are hidden by attributes of the engine: clock, config, device, parts, plan, span. Use"
         in caplog.text
     )
     assert caplog.text.count("engine.module.plan") == 1
@@ -105,6 +105,16 @@ def test_what_stays_hidden_is_logged_with_the_way_to_reach_it(caplog):
     engine.backward(engine(rank_batch(0)))
     assert engine.step()
     assert engine.module.plan == "mine"
+
+
+def test_an_old_name_raises_an_error_with_the_new_one():
+    engine = small_engine()
+    with pytest.raises(AttributeError, match=r"engine\.world was renamed in 0\.3\.0; use engine\.parts\.world\."):
+        engine.world  # noqa: B018
+    with pytest.raises(AttributeError, match=r"engine\.bench_done was .* use engine\.monitor\.bench_done\."):
+        engine.bench_done  # noqa: B018
+    assert (engine.parts.world.rank, engine.monitor.bench_done) == (0, False)
+    assert not hasattr(engine, "world")
 
 
 def test_an_engine_is_a_module_with_few_public_members():

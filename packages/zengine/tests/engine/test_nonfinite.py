@@ -1,4 +1,4 @@
-"""Loss scaling and non-finite gradients: which updates are applied, and what a report says of the others."""
+"""Loss scaling and non-finite gradients: applied and skipped updates, and their reports."""
 
 from __future__ import annotations
 

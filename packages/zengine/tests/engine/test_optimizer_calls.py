@@ -1,4 +1,4 @@
-"""The optimizer that `initialize` returned, called as torch's are: every loop equals a plain torch loop."""
+"""The returned optimizer called in torch's style: every loop equals a plain torch loop."""
 
 from __future__ import annotations
 

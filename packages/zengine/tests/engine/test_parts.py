@@ -1,4 +1,4 @@
-"""The small parts: schedule and optimizer identities, reports."""
+"""Small parts: identities of schedule and optimizer, reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a forward is carried out: each runner alone, and the bits of autocast in an engine."""
+"""Runners alone, and bit-identity of autocast in an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.engine.runners import AutocastRunner, CastingRunner, Holding, Sequential
+from zengine.engine.runners import AutocastRunner, CastingRunner, RunnerWithCleanup, Sequential
 from zprecision import FP16
 
 
@@ -58,7 +58,7 @@ def test_what_a_runner_holds_is_closed_even_if_one_of_it_fails():
             if self.error:
                 raise ValueError(self.name)
 
-    runner = Holding(Sequential(), (Held("first"), Held("second", error=True)))
+    runner = RunnerWithCleanup(Sequential(), (Held("first"), Held("second", error=True)))
     assert runner.forward(Echo(), (1,), {}) == ((1,), {})
     with pytest.raises(ValueError, match="second"):
         runner.close()

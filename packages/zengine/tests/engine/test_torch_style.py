@@ -1,4 +1,4 @@
-"""`engine.scale(loss).backward()` is `engine.backward(loss)`; a plain backward is taken, or told what it misses."""
+"""`engine.scale(loss).backward()` equals `engine.backward(loss)`; a plain backward is used, or raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The saver is asked at each boundary, and only then."""
+"""The saver is checked at each boundary, and only there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Biases of routers move at each boundary by the tokens of all ranks, and come back with a checkpoint."""
+"""Balancing biases change at each boundary by the tokens of all ranks, and are saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of a rank, in the run's folder."""
+"""Collectives of a rank, in the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The curriculum of lengths: the keyword or the cut, by step, in training alone; off it changes nothing."""
+"""Sequence-length curriculum: keyword or truncation by step, in training only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zengine
-from zengine.features.curriculum import cut
+from zengine.features.curriculum import truncate
 
 
 class Bag(nn.Module):
@@ -122,12 +122,14 @@ def test_what_is_cut_by_hand() -> None:
         torch.ones(2, 1, 8, 8),
     )
     hidden, label = torch.ones(2, 8, 8), torch.ones(2)
-    cut_tokens, other = cut((tokens, {"mask": mask, "square": square, "hidden": hidden, "label": label, "n": 8}), 3)
+    cut_tokens, other = truncate(
+        (tokens, {"mask": mask, "square": square, "hidden": hidden, "label": label, "n": 8}), 3
+    )
     assert cut_tokens.shape == (2, 3)
     assert other["mask"].shape == (2, 3)
     assert other["square"].shape == (2, 1, 3, 3)
     assert other["hidden"].shape == (2, 3, 8)
     assert (other["label"].shape, other["n"]) == ((2,), 8)
     same = (tokens, label)
-    assert cut(same, 8) is same
-    assert cut((label,), 1)[0] is label
+    assert truncate(same, 8) is same
+    assert truncate((label,), 1)[0] is label

@@ -1,4 +1,4 @@
-"""The plan, printed."""
+"""The printed plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates that follow the batch: by hand, under any schedule, through a resume, on two ranks."""
+"""Learning rates that follow the batch size: by hand, under any schedule, after a resume, on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of gradients by layer, the same however they are cut."""
+"""Gradient norms by layer, equal for every partitioning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.features.layer_norms import LayerNorms, layer_of
+from zengine.features.measuring import LayerNorms, layer_of
 from zpartition.pipeline import LayerSpec, PipelineModule
 
 

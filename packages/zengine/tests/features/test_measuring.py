@@ -1,4 +1,4 @@
-"""Telemetry around a whole engine."""
+"""Telemetry of a whole engine."""
 
 from __future__ import annotations
 

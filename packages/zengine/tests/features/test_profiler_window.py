@@ -1,4 +1,4 @@
-"""Windows under torch's profiler."""
+"""Windows of torch's profiler."""
 
 from __future__ import annotations
 

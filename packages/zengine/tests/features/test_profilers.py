@@ -1,4 +1,4 @@
-"""The features that look into a run, chosen by its config, on two ranks at ZeRO stage 3."""
+"""Profilers chosen by the config, on two ranks at ZeRO stage 3."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 import zengine
 from zcomm.testing import run_ranks
+from zengine.build.assemble import make_profilers
 from zengine.config import Facts, load, resolve
-from zengine.features.profilers import make_profilers
 from zengine.telemetry.stragglers import log_summary
 
 WIDTH, BATCH = 16, 4

@@ -1,4 +1,4 @@
-"""The collector is off while an engine wants it off, and as it was before afterwards."""
+"""The collector is disabled while an engine asks for it, and restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that skip tokens: which they see, what goes around them, and that nothing else changes."""
+"""Random-LTD: tokens that layers process and bypass; nothing else changes."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def data(step: int) -> list[torch.Tensor]:
 
 
 def whole_model(drops: bool) -> list[float]:
-    random_ltd._Cutting.choose = the_last
+    random_ltd._TokenSelection.choose = the_last
     torch.manual_seed(0)
     engine = engine_of(Tower(), gradient_accumulation_steps=4, **ltd(model_mask_name="", enabled=drops))
     found = []
@@ -354,7 +354,7 @@ def whole_model(drops: bool) -> list[float]:
 
 
 def in_stages(num_stages: int, **options: Any) -> tuple[list[float], int]:
-    random_ltd._Cutting.choose = the_last
+    random_ltd._TokenSelection.choose = the_last
     torch.manual_seed(0)
     layers = [torch.clone, *(LayerSpec(Plainly) for _ in range(4)), lambda hidden: hidden.square().mean()]
     model = PipelineModule(layers, num_stages, **options)

@@ -1,4 +1,4 @@
-"""Ranks that share the layers of one model are told if they run different batches."""
+"""Tensor ranks with different batches raise."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_other_contents_are_told_before_the_weights_move(stage: int) -> None:
         assert goes_on
         assert message.startswith("x of forward pass 1 of the step is (2, 4) float32 with digest ")
         assert " on rank 0 and (2, 4) float32 with digest " in message
-        assert "on rank 1. These ranks share the layers of one model, so they need the same batches" in message
+        assert "on rank 1. These ranks split the layers of one model, so they need the same batches" in message
         assert "get_data_parallel_rank()" in message
 
 

@@ -1,4 +1,4 @@
-"""Gradual unfreezing with an engine: nothing to call, and a checkpoint goes on where the run was."""
+"""Gradual unfreezing with an engine, and its checkpoints."""
 
 from __future__ import annotations
 

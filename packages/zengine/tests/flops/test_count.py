@@ -1,4 +1,4 @@
-"""The operations of one step, counted."""
+"""Operations of one step, counted."""
 
 from __future__ import annotations
 

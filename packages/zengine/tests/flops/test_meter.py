@@ -1,4 +1,4 @@
-"""The meter at the edges of modules."""
+"""The FLOPs meter at module boundaries."""
 
 from __future__ import annotations
 

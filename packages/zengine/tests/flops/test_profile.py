@@ -1,4 +1,4 @@
-"""A profile as a value."""
+"""Profile as a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting by module, against formulas worked out by hand."""
+"""FLOPs by module, against formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a forward pass the backward pass computes again."""
+"""Share of a forward pass that backward recomputes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from zengine.flops.recomputation import Probe, RecomputedStage
+from zengine.flops.recomputation import ObserverPhase, Probe
 
 
 class Net(nn.Module):
@@ -144,7 +144,7 @@ def test_only_the_first_step_is_watched():
     model = Net(4)
     probe, found = watch(model, micro_steps=2)
     assert found == (1.0,)
-    assert probe.stage is RecomputedStage.OVER
+    assert probe.phase is ObserverPhase.DONE
     probe.forward_begin()
     assert not any(layer._forward_pre_hooks for layer in model.layers)
 

@@ -1,4 +1,4 @@
-"""`flops_profiler` in a pipeline: what the stages count together is what one process counts."""
+"""`flops_profiler` in a pipeline: the stages together count what one process counts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Profiles of stages make that of the model: pure arithmetic."""
+"""Join of the stages' profiles."""
 
 from zengine.flops.profile import FlopsProfile, ModuleCost
-from zengine.flops.stages import averaged, joined, stage_lines
+from zengine.flops.stage_feature import join_stages, per_micro_batch, stage_lines
 
 FIRST = FlopsProfile(
     modules=(
@@ -26,7 +26,7 @@ SECOND = FlopsProfile(
 
 
 def test_rows_of_stages_follow_each_other_and_what_they_share_is_added() -> None:
-    whole = joined([FIRST, SECOND])
+    whole = join_stages([FIRST, SECOND])
     assert [cost.path for cost in whole.modules] == ["", "layers", "layers.0", "layers.1"]
     assert [(cost.params, cost.flops, cost.ms, cost.calls) for cost in whole.modules] == [
         (15, 60, 3.0, 4), (15, 60, 3.0, 0), (12, 40, 2.0, 4), (3, 20, 1.0, 4),
@@ -36,7 +36,7 @@ def test_rows_of_stages_follow_each_other_and_what_they_share_is_added() -> None
 
 
 def test_one_of_several_micro_batches() -> None:
-    one = averaged(FIRST, 4)
+    one = per_micro_batch(FIRST, 4)
     assert (one.total.flops, one.total.ms, one.total.calls, one.total.params) == (10, 0.5, 1, 12)
     assert (one.operations, one.backward_flops) == ({"mm": 10}, 20)
 

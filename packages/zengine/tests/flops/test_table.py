@@ -1,11 +1,10 @@
-"""The profile as text."""
+"""Profile as text."""
 
 from __future__ import annotations
 
 import pytest
 
-from zengine.flops.profile import FlopsProfile, ModuleCost
-from zengine.flops.table import format_profile, shown
+from zengine.flops.profile import FlopsProfile, ModuleCost, format_amount, format_profile
 
 PROFILE = FlopsProfile(
     modules=(
@@ -24,12 +23,12 @@ PROFILE = FlopsProfile(
     ("value", "text"), [(0, "0"), (999, "999"), (1_234_567, "1.235 M"), (2.5e15, "2.5 P"), (0.5, "0.5")]
 )
 def test_numbers_have_a_prefix(value: float, text: str) -> None:
-    assert shown(value) == text
+    assert format_amount(value) == text
 
 
 def test_a_unit_follows_the_prefix() -> None:
-    assert shown(3e9, "FLOPs") == "3 GFLOPs"
-    assert shown(3, "FLOPs") == "3 FLOPs"
+    assert format_amount(3e9, "FLOPs") == "3 GFLOPs"
+    assert format_amount(3, "FLOPs") == "3 FLOPs"
 
 
 def test_the_summary_says_what_was_counted_and_what_the_formula_says() -> None:

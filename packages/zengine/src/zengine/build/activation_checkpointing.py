@@ -1,9 +1,9 @@
-"""The engine's activation checkpointing: what the config says, as a callable that runs blocks.
+"""Activation checkpointing by the config's section, as a callable that runs blocks.
 
-    x = engine.activation_checkpointing(block, x)         # in a loop over blocks, or given to the model
+    x = engine.activation_checkpointing(block, x)         # in a loop over blocks, or passed to the model
 
-The section says where inputs of checkpointed blocks wait; its key `modules`, or the model, says which blocks are.
-There is one for each engine; `zengine.deepspeed.checkpointing` has the one that DeepSpeed keeps for a process.
+The section chooses where the inputs of checkpointed blocks are kept; its key `modules`, or the model, chooses the
+blocks.  Each engine has its own; `zengine.deepspeed.checkpointing` is the one per process that DeepSpeed has.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ log = logging.getLogger("zengine")
 
 def make_checkpointing(
     settings: ActivationCheckpointing,
-    cell: ModelParallelGroup,
+    mp_group: ModelParallelGroup,
     device: torch.device,
     streams: Streams = NO_STREAMS,
     variant: Variant = Variant.HOOKS,
 ) -> Checkpointing:
-    """Return what `settings` ask for.  cell: the tensor ranks, which have the same activations."""
+    """Return the checkpointing that `settings` describe.  mp_group: tensor ranks, which have the same activations."""
     store: Store = HostStore() if settings.cpu_checkpointing else DeviceStore()
     if settings.contiguous_memory_optimization:
         store = ArenaStore(settings.number_checkpoints, on_host=settings.cpu_checkpointing)
-    asked: dict[str, object] = {}
+    options: dict[str, object] = {}
     if settings.synchronize_checkpoint_boundary:
-        asked["synchronize"] = functools.partial(_wait, device)
+        options["synchronize"] = functools.partial(_synchronize, device)
     if settings.profile:
-        asked["span"] = functools.partial(_timed, device)
+        options["span"] = functools.partial(_log_time, device)
     saved_inputs = (
-        SavedInputs(mp_group=cell, store=store) if settings.partition_activations else SavedInputs(store=store)
+        SavedInputs(mp_group=mp_group, store=store) if settings.partition_activations else SavedInputs(store=store)
     )
-    return Checkpointing(saved_inputs=saved_inputs, streams=streams, variant=variant, **asked)  # type: ignore[arg-type]
+    return Checkpointing(saved_inputs=saved_inputs, streams=streams, variant=variant, **options)  # type: ignore[arg-type]
 
 
 def checkpointed_blocks(module: nn.Module, plan: Plan, run: Checkpointing) -> CheckpointedBlocks:
-    """The blocks that the plan names; in a stage of a pipeline some of the names may be those of other stages.
+    """Return the blocks that the plan names.  A collective of a pipeline's stages, whose names count together.
 
-    A collective of the stages.  ValueError, on all of them, for a pattern that names nothing anywhere.
+    Raises:
+        ValueError: on all ranks, for a pattern that matches no block of any stage.
     """
     stages, names = pipeline_stages_of(module), [name for name, _ in module.named_modules() if name]
     everywhere = zcomm.all_gather_object(names, stages.group) if stages.size > 1 else []
@@ -74,18 +75,18 @@ def checkpointed_blocks(module: nn.Module, plan: Plan, run: Checkpointing) -> Ch
     )
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
-def _timed(device: torch.device, name: str) -> Iterator[None]:
-    """Log how long the block took, the device's work included."""
-    _wait(device)
+def _log_time(device: torch.device, name: str) -> Iterator[None]:
+    """Log the time of the block, with the device's work."""
+    _synchronize(device)
     begun = time.perf_counter()
     try:
         yield
     finally:
-        _wait(device)
+        _synchronize(device)
         log.info("%s: %.2f ms", name, 1e3 * (time.perf_counter() - begun))

@@ -1,7 +1,7 @@
-"""Ranks compare what they were given before anything assumes that they agree.
+"""Agreement at start: ranks compare config, model, optimizer and versions before anything relies on them.
 
-Two ranks with another learning rate train something that no one asked for; two with another parameter order mix
-their sums; both without a word.  One exchange of a description at start costs nothing and names the difference.
+Ranks with different learning rates train a wrong model, and ranks with different parameter orders add unrelated
+gradients; neither raises an error.  One exchange of a description at the start is cheap and names the difference.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ def check_agreement(
     groups: zcomm.Groups,
     data: Sequence[str] = (),
 ) -> None:
-    """Compare plan, versions and the facts of the training data over all ranks, and parameters and optimizer over
-    those that hold the same parts of the model.
+    """Compare plan, versions and training data over all ranks, and parameters and optimizer over the gradient ranks.
 
     Raises:
         RanksDisagree: on every rank; names the first difference, both values and their ranks.
     """
     general = {"plan": plan_lines(plan), "training data": list(data), "versions": version_lines()}
     own = {"parameters": parameter_lines(model), "optimizer": optimizer_lines(model, optimizer)}
-    everybody, kin = groups.world(), groups.gradient()
-    if everybody is not kin:
-        compare(general, everybody)
-    compare({**general, **own}, kin)
+    world, same_parameters = groups.world(), groups.gradient()
+    if world is not same_parameters:
+        compare(general, world)
+    compare({**general, **own}, same_parameters)
 
 
 def compare(mine: Mapping[str, Sequence[str]], group: ProcessGroup | None) -> None:
-    """Raise RanksDisagree, with the first difference, unless the lines of all topics are the same on all ranks."""
+    """Raise RanksDisagree with the first difference, unless the lines of every topic are equal on all ranks."""
     digests = zcomm.all_gather_object({topic: _digest(lines) for topic, lines in mine.items()}, group)
     if all(digest == digests[0] for digest in digests):
         return
@@ -52,7 +51,7 @@ def compare(mine: Mapping[str, Sequence[str]], group: ProcessGroup | None) -> No
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The plan as text, one value a line; without what may differ: how values were written, a drive's name."""
+    """Return the plan as lines, one per value; without values that may differ, such as the name of a drive."""
     if plan.zero.offload.directory:
         here = attrs.evolve(plan.zero.offload, directory="a drive of this node")
         plan = attrs.evolve(plan, zero=attrs.evolve(plan.zero, offload=here))
@@ -61,7 +60,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def parameter_lines(model: nn.Module) -> list[str]:
-    """Name, shape, dtype and trainability of each parameter, in order; then the buffers."""
+    """Return name, shape, dtype and trainability of each parameter, in order; then the buffers."""
     params = [
         f"{name} {tuple(param.shape)} {str(param.dtype).removeprefix('torch.')} "
         f"{'trainable' if param.requires_grad else 'frozen'}"
@@ -72,7 +71,7 @@ def parameter_lines(model: nn.Module) -> list[str]:
 
 
 def optimizer_lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Class, and for each group its hyperparameters and members."""
+    """Return the class, and the hyperparameters and members of each group."""
     if optimizer is None:
         return ["none"]
     names = {id(param): name for name, param in model.named_parameters()}
@@ -80,17 +79,20 @@ def optimizer_lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     for index, param_group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
         lines.append(f"group {index}: {options}")
-        lines += [f"group {index} holds {names.get(id(param), 'a stranger')}" for param in param_group["params"]]
+        lines += [
+            f"group {index} holds {names.get(id(param), 'a parameter of another module')}"
+            for param in param_group["params"]
+        ]
     return lines
 
 
 def version_lines() -> list[str]:
-    """Versions that change arithmetic or formats."""
+    """Return the versions that affect arithmetic or formats."""
     return [f"python {platform.python_version()}", f"torch {torch.__version__}", f"zengine {own_version()}"]
 
 
 def first_difference(everyone: Sequence[Mapping[str, Sequence[str]]]) -> str:
-    """The first line in which a rank differs from rank 0, in words."""
+    """Describe the first line in which a rank differs from rank 0."""
     for rank, theirs in enumerate(everyone):
         for topic, lines in theirs.items():
             base = everyone[0][topic]
@@ -99,7 +101,7 @@ def first_difference(everyone: Sequence[Mapping[str, Sequence[str]]]) -> str:
                 other = lines[index] if index < len(lines) else "(nothing)"
                 if ours != other:
                     return (
-                        f"ranks were given different {topic}: rank 0 has [{' '.join(ours.split())}], "
+                        f"ranks have different {topic}: rank 0 has [{' '.join(ours.split())}], "
                         f"rank {rank} has [{' '.join(other.split())}]. Start all ranks with the same script, config "
                         "and environment."
                     )

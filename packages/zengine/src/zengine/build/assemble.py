@@ -1,6 +1,7 @@
-"""From a plan to parts: the one file that names the concrete classes of the five packages.
+"""Assembly: the parts and features of an engine, chosen by its plan.
 
-Every choice between implementations is made here, once; the engine afterwards only calls its slots.
+This is the only file that names the concrete classes of the five packages.  It chooses each implementation once; the
+engine afterwards calls its slots.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -23,12 +25,12 @@ import zoptim
 import zpartition
 import zprecision
 from zengine.build.agreement import check_agreement
-from zengine.build.expert_parallel import deal_experts, refuse_experts
-from zengine.build.loaders import data_features, feed_of, require_data, training_loader
+from zengine.build.expert_parallel import check_experts, distribute_experts
+from zengine.build.loaders import check_data, data_features, make_feed, training_loader
 from zengine.build.pipeline import check_mesh
-from zengine.build.trainable import named, refuse_unknown_classes, trainable
+from zengine.build.trainable import check_class_names, trainable_parameters, with_names
 from zengine.checkpoint.save_load import Checkpoints
-from zengine.checkpoint.saver import SaveBehind, SaveNow, Saver
+from zengine.checkpoint.saver import BackgroundSaver, BlockingSaver, Saver
 from zengine.config import Plan
 from zengine.engine.drift import make_drift
 from zengine.engine.feature import Feature
@@ -39,8 +41,8 @@ from zengine.engine.runners import (
     CastingRunner,
     Closable,
     ExplainingRunner,
-    Holding,
     Runner,
+    RunnerWithCleanup,
     Sequential,
 )
 from zengine.features import (
@@ -53,13 +55,14 @@ from zengine.features import (
     SameBatch,
     Unfreezing,
 )
-from zengine.features.builtin import balancing
+from zengine.features.builtin import balancing_features
 from zengine.features.dynamic_batching import ScaledRate
-from zengine.features.profilers import make_profilers
 from zengine.telemetry import make_telemetry
+from zengine.telemetry.sinks.table import folder_of
 
 if TYPE_CHECKING:
-    from zpartition.pipeline import PipelineModule, PipelineRunner
+    from zengine.config.plan.telemetry import FlopsPlan
+    from zpartition.pipeline import PipelineRunner
 
 log = logging.getLogger("zengine")
 
@@ -68,42 +71,42 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 @attrs.frozen(kw_only=True, eq=False)
 class Client:
-    """What the caller of `initialize` brought; None where the config is to provide it."""
+    """Objects that the caller of `initialize` passed; None for those that the config describes."""
 
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
-    parameters: Iterable[Any] | None = None  # parameters, or group dicts, for an optimizer to be made
+    parameters: Iterable[Any] | None = None  # parameters or group dicts of an optimizer to be made
     scheduler: Any = None  # a schedule, or a callable optimizer -> schedule
     training_data: Any = None  # a dataset
     collate_fn: Callable[[list[Any]], Any] | None = None
 
 
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:
-    """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over the gradient ranks."""
+    """Build every part for `plan`; move `module` to the device, cast it, and partition it over the gradient ranks."""
     check_mesh(module, groups)
     loader = make_training_loader(client, plan, world, groups)
-    refuse_experts(module, plan)
+    check_experts(module, plan)
     if plan.parallel.degrees.tensor > 1:
         from zengine.build.tensor_parallel import first_batch, split_tensors
 
         sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
         split_tensors(module, plan, groups, world.device, sample)
-    deal_experts(module, plan, groups)
-    with zpartition.recording(module):  # of a module without memory; see zpartition.Init
+    distribute_experts(module, plan, groups)
+    with zpartition.recording(module):  # for a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
-    refuse_unknown_classes(plan.zero.narrow_classes, module)
+    check_class_names(plan.zero.narrow_classes, module)
     optimizer = make_optimizer(module, client, plan)
     check_agreement(module, optimizer, plan, groups, [] if loader is None else loader.fingerprint())
     if client.optimizer is not None and optimizer is not None:
-        _say_narrow_states(optimizer, plan)
+        _check_narrow_states(optimizer, plan)
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=groups.gradient(), device=world.device)
     try:
-        return _around(partition, loader, client, plan, world, groups)
+        return _make_parts(partition, loader, client, plan, world, groups)
     except BaseException:
-        partition.close(keep_weights=False)  # the module is free for another attempt; other ranks may not come along
+        partition.close(keep_weights=False)  # frees the module for another attempt; other ranks may not get here
         raise
 
 
-def _around(
+def _make_parts(
     partition: zpartition.Partition,
     loader: Any,
     client: Client,
@@ -111,15 +114,15 @@ def _around(
     world: zcomm.World,
     groups: zcomm.Groups,
 ) -> Parts:
-    """The other parts, once the module is partitioned."""
+    """Build the other parts for the partitioned module."""
     optimizer = partition.optimizer
     scaler = zprecision.make_scaler(plan.scaling, world.device)
     scheduler = make_scheduler(optimizer, client, plan)
     slot = NoOptimizer() if optimizer is None else _slot(optimizer)
-    if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
+    if isinstance(slot, ShardOptimizer):  # speculative updates assume no clipping, and do not synchronize
         partition.speculate(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
     checkpointing = functools.cache(lambda: _checkpointing(plan, partition.mp_group, world.device))
-    with ExitStack() as opened:  # closed again if a later part cannot be made
+    with ExitStack() as opened:  # closes parts if a later one cannot be made
         telemetry = _telemetry(plan, world, groups)
         opened.callback(telemetry.close)
         checkpoints = Checkpoints(make_saver(plan, partition, groups.world()))
@@ -150,15 +153,15 @@ def _around(
 
 
 def _checkpointing(
-    plan: Plan, cell: zpartition.ModelParallelGroup, device: torch.device
+    plan: Plan, mp_group: zpartition.ModelParallelGroup, device: torch.device
 ) -> zpartition.activations.Checkpointing:
     from zengine.build.activation_checkpointing import make_checkpointing
 
-    return make_checkpointing(plan.activations, cell, device)
+    return make_checkpointing(plan.activations, mp_group, device)
 
 
 def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> TelemetrySlot:
-    """Return what measures, on rank 0."""
+    """Return the telemetry, which measures on rank 0."""
     return make_telemetry(
         plan.telemetry,
         device=world.device,
@@ -171,30 +174,19 @@ def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Telemetr
     )
 
 
-def make_pipeline(module: PipelineModule, parts: Parts, plan: Plan) -> PipelineRunner:
-    """Return the runner that takes batches through the stages, with the passes of the engine."""
-    from zengine.engine.pipeline_passes import EnginePasses
-    from zpartition.pipeline import PipelineRunner
-
-    passes, dtype = EnginePasses(parts), plan.numerics.autocast
-    if dtype != torch.float32:
-        passes.autocast = functools.partial(torch.autocast, parts.world.device.type, dtype=dtype)
-    return PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
-
-
 def make_features(
     plan: Plan, partition: zpartition.Partition, pipeline: PipelineRunner | None = None
 ) -> tuple[Feature, ...]:
-    """Return what the plan and the module ask for beyond the loop, in the order of hooks; often nothing.
+    """Return the features that the plan and the module ask for, in the order of their hooks.
 
-    A background save that failed raises before the step is counted, which then begins again.
+    A failed background save raises before the step is counted; the step then begins again.
     """
     chosen: list[Feature] = []
     if plan.parallel.degrees.tensor > 1:
         chosen.append(SameBatch(() if pipeline is None else ("inputs", "labels")))
-    if partition.frozen_params:  # parameters that are frozen now
+    if partition.frozen_params:
         chosen.append(Unfreezing())
-    chosen += balancing(partition.module)
+    chosen += balancing_features(partition.module)
     if plan.checkpoint.async_save:
         chosen.append(BackgroundSaves())
     chosen += data_features(plan.data)
@@ -211,29 +203,69 @@ def make_features(
     return (*chosen, *make_profilers(plan, pipeline))
 
 
+def make_profilers(plan: Plan, pipeline: PipelineRunner | None = None) -> tuple[Feature, ...]:
+    """Return the profilers that the plan asks for.  pipeline: runner of an engine with stages."""
+    profiling, folder = plan.profiling, _run_folder(plan)
+    chosen: list[Feature] = []
+    if profiling.comms.enabled:
+        from zengine.features.comms_summary import CommsSummary
+
+        chosen.append(CommsSummary(profiling.comms, folder))
+    if profiling.flops.enabled:
+        chosen.append(_flops_feature(profiling.flops, folder, pipeline))
+    if profiling.window.enabled:
+        from zengine.features.profiler_window import ProfilerWindow
+
+        window_folder = profiling.window.folder or (folder or Path()) / "profile"
+        chosen.append(ProfilerWindow(profiling.window, Path(window_folder)))
+    return tuple(chosen)
+
+
+def _flops_feature(plan: FlopsPlan, folder: Path | None, pipeline: PipelineRunner | None) -> Feature:
+    if pipeline is not None:
+        from zengine.flops.stage_feature import StageFlops
+
+        return StageFlops(plan, folder, pipeline)
+    from zengine.flops.feature import FlopsProfiling
+
+    return FlopsProfiling(plan, folder)
+
+
+def _run_folder(plan: Plan) -> Path | None:
+    """Return the folder of the run's record (`jsonl_monitor`); None if that is off."""
+    monitor = plan.telemetry.jsonl_monitor
+    return folder_of(monitor) if monitor.enabled else None
+
+
 def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:
-    """The caller's optimizer, or the config's; None when neither has one."""
+    """Return the caller's optimizer or the config's; None if neither has one.
+
+    Raises:
+        ValueError: there is nothing to train.
+        TypeError: the caller's function returned something else.
+    """
     if isinstance(client.optimizer, torch.optim.Optimizer):
-        _say_unused("optimizer", plan.optimizer.type)
+        _warn_unused("optimizer", plan.optimizer.type)
         return client.optimizer
-    parameters: list[Any] = list(client.parameters) if client.parameters is not None else list(trainable(module))
+    given = client.parameters
+    parameters: list[Any] = list(trainable_parameters(module) if given is None else given)
     if not parameters and zpartition.pipeline_stages_of(module).size > 1:
-        parameters = [{"params": []}]  # what this stage computes with is another one's, or it has functions alone
+        parameters = [{"params": []}]  # this stage has only functions, or tied weights of another stage
     if not parameters and (client.optimizer is not None or plan.optimizer.type):
-        raise ValueError(_nothing_to_train(module, client, plan))
+        raise ValueError(_nothing_to_train_message(module, client, plan))
     if client.optimizer is not None:
-        _say_unused("optimizer", plan.optimizer.type)
-        return _made_by(client.optimizer, parameters)
+        _warn_unused("optimizer", plan.optimizer.type)
+        return _call_maker(client.optimizer, parameters)
     if not plan.optimizer.type:
         return None
-    return zoptim.make_optimizer(plan.optimizer.type, named(module, parameters), plan.optimizer.params)
+    return zoptim.make_optimizer(plan.optimizer.type, with_names(module, parameters), plan.optimizer.params)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan: Plan) -> Any:
-    """The caller's schedule, or the config's; None when neither has one.
+    """Return the caller's schedule or the config's; None if neither has one.
 
     Raises:
-        ValueError: there is a schedule and no optimizer for it to drive.
+        ValueError: there is a schedule but no optimizer.
     """
     if client.scheduler is None and not plan.scheduler.type:
         return None
@@ -243,18 +275,18 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
             'initialize(optimizer=...) nor the config\'s "optimizer" section gives one'
         )
     if client.scheduler is not None:
-        _say_unused("scheduler", plan.scheduler.type)
+        _warn_unused("scheduler", plan.scheduler.type)
         return client.scheduler(optimizer) if callable(client.scheduler) else client.scheduler
     return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
 
 
 def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]) -> Runner:
-    """How a forward is carried out, and what is done to `module` for it."""
+    """Return the runner of forward, after changing `module` as the plan asks."""
     runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
     if plan.numerics.autocast != torch.float32:
         runner = AutocastRunner(device.type, plan.numerics.autocast)
     held: list[Closable] = []
-    with ExitStack() as done:  # undone again if what comes after it fails
+    with ExitStack() as done:  # undoes the changes if a later one fails
         if plan.precision.param in _NARROW:
             wide = zprecision.WideBuffers.install(module, keep=plan.precision.keep, param=plan.precision.param)
             runner = ExplainingRunner(runner, wide) if wide.names else runner
@@ -263,13 +295,13 @@ def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointi
             held.append(change)
             done.callback(change.close)
         done.pop_all()
-    return Holding(runner, tuple(held)) if held else runner
+    return RunnerWithCleanup(runner, tuple(held)) if held else runner
 
 
 def _changes(
     plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]
 ) -> Iterator[Closable]:
-    """Return what the plan does to the module itself, one after the other."""
+    """Change the module as the plan asks; yield an object per change that can undo it."""
     float8, keep = plan.numerics.float8, plan.precision.keep
     if float8.modules:
         only, but = (
@@ -287,24 +319,24 @@ def _changes(
 
 
 def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:
-    """One look at the gradients of all ranks, by zoptim's kernels where they are.
+    """Return the inspection of the gradients of all ranks; it uses zoptim's kernels if available.
 
-    Offload may leave some gradients on the device and others on the host: then each place is looked at by itself, and
-    the results are joined on the device.
+    With offload some gradients may be on the device and others on the host; each device is inspected separately, and
+    the results are merged.
     """
-    look = functools.partial(
+    inspect_one = functools.partial(
         zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=2)
     )
 
     def inspect(grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats:
-        places = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]
+        devices = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]
         found = []
-        for place in places:
-            squares = zoptim.sum_of_squares if zoptim.has_kernels(place) else None
-            passengers = extra.to(place) if place == places[0] else None
-            here = [grad for grad in grads if grad.device == place]
-            found.append(look(here, extra=passengers, squares=squares))
-        return found[0] if places == [partition.device] else zprecision.merge_stats(found, partition.device)
+        for device in devices:
+            squares = zoptim.sum_of_squares if zoptim.has_kernels(device) else None
+            numbers = extra.to(device) if device == devices[0] else None
+            here = [grad for grad in grads if grad.device == device]
+            found.append(inspect_one(here, extra=numbers, squares=squares))
+        return found[0] if devices == [partition.device] else zprecision.merge_stats(found, partition.device)
 
     return inspect
 
@@ -312,9 +344,9 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
 def make_divisor(
     plan: Plan, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> Callable[[Numbers], Tensor | None]:
-    """Return what gradients are divided by, from what was found in them; None when that is one for ever.
+    """Return a function from the inspection to the gradients' divisor, () of `dtype`; None for a divisor of 1.
 
-    () of `dtype`; a float64 has 40 bits: stages add up the norm in other orders, and agree only after a rounding.
+    A float64 divisor is rounded to 40 bits: ZeRO stages sum the norm in different orders, and agree only after that.
     """
     clip_norm, divides_always = plan.clip_norm, divides(plan)
 
@@ -331,24 +363,24 @@ def make_divisor(
 
 
 def _divisor_dtype(module: nn.Module) -> torch.dtype:
-    """float32, as kernels read it, but where it would round gradients of float64."""
+    """Return float32, which kernels read, or float64 for a module with float64 parameters."""
     return torch.float64 if any(param.dtype == torch.float64 for param in module.parameters()) else torch.float32
 
 
 def divides(plan: Plan) -> bool:
-    """Return whether gradients are clipped or carry a loss scale."""
+    """Return True if gradients are clipped or carry a loss scale."""
     return plan.clip_norm != 0 or plan.scales_losses
 
 
 def make_overflow_policy(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None) -> OverflowPolicy:
-    """Return whether updates with non-finite gradients are left out."""
+    """Return the policy for updates with non-finite gradients."""
     return SkipNonFinite(scaler, group) if plan.skip_nonfinite else apply_always
 
 
 def make_saver(plan: Plan, partition: zpartition.Partition, group: ProcessGroup | None) -> Saver:
-    """How checkpoints get to disk; a collective where that is behind the loop's back."""
+    """Return the writer of checkpoints; a collective if it works in the background."""
     if not plan.checkpoint.async_save:
-        return SaveNow(lambda *args, **options: zckpt.save(*args, **options))  # imported when something is saved
+        return BlockingSaver(lambda *args, **options: zckpt.save(*args, **options))  # late: imports on the first save
     own = zcomm.duplicate_host_group(group)
 
     def agree(mine: bool) -> bool:
@@ -356,15 +388,15 @@ def make_saver(plan: Plan, partition: zpartition.Partition, group: ProcessGroup 
         zcomm.all_reduce(flag, group, op="max", label="background save")
         return not int(flag)
 
-    return SaveBehind(zckpt.AsyncSaver(zckpt.ALONE if own is None else zckpt.group_peers(own)), agree)
+    return BackgroundSaver(zckpt.AsyncSaver(zckpt.ALONE if own is None else zckpt.group_peers(own)), agree)
 
 
 def make_training_loader(client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Any:
-    """A loader over the caller's dataset, the same on all ranks of one copy of the model; None without one."""
-    require_data(plan, client.training_data)
+    """Return a loader over the caller's dataset, equal on all ranks of one model replica; None without a dataset."""
+    check_data(plan, client.training_data)
     if client.training_data is None:
         return None
-    feed = feed_of(plan, rank=groups.get_data_parallel_rank(), device=world.device, collate_fn=client.collate_fn)
+    feed = make_feed(plan, rank=groups.get_data_parallel_rank(), device=world.device, collate_fn=client.collate_fn)
     return training_loader(client.training_data, plan.data, feed)
 
 
@@ -372,40 +404,40 @@ def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:
     return ShardOptimizer(optimizer, OwnStep(zoptim.accept_grad_scale(optimizer)))
 
 
-def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:
+def _call_maker(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:
     made = maker(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"optimizer= returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
     return made
 
 
-def _nothing_to_train(module: nn.Module, client: Client, plan: Plan) -> str:
-    asked = f'the config\'s optimizer "{plan.optimizer.type}"' if client.optimizer is None else "optimizer="
-    where = f"{type(module).__name__} has no floating-point parameters"
-    found = where if client.parameters is None else "model_parameters= is empty"
+def _nothing_to_train_message(module: nn.Module, client: Client, plan: Plan) -> str:
+    optimizer = f'the config\'s optimizer "{plan.optimizer.type}"' if client.optimizer is None else "optimizer="
+    has_none = f"{type(module).__name__} has no floating-point parameters"
+    found = has_none if client.parameters is None else "model_parameters= is empty"
     return (
-        f"{asked} has nothing to train: {found}. Give the parameters to train (is all of "
+        f"{optimizer} has nothing to train: {found}. Give the parameters to train (is all of "
         f"{type(module).__name__} frozen?), or leave the optimizer out to evaluate."
     )
 
 
-def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Warn of a caller's optimizer that keeps states as narrow as the masters, which the config did not ask for.
+def _check_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Warn if a caller's optimizer keeps its states in the narrow dtype of the masters without being asked to.
 
     Raises:
-        ValueError: they would be float16, where second moments become 0 and weights NaN.
+        ValueError: the states would be float16, where second moments become 0 and weights NaN.
     """
     master = plan.precision.master
     if master is None:
-        return  # told with the model's dtype; see config/own_dtypes.py
-    is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
-    if master == torch.float16 and not is_asked and type(optimizer).__name__ != "SGD":
+        return  # `follow_model` warns with the model's dtype
+    is_requested = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
+    if master == torch.float16 and not is_requested and type(optimizer).__name__ != "SGD":
         raise ValueError(
             f"fp16.fp16_master_weights_and_grads: {type(optimizer).__name__} would keep its states in float16, where "
             'second moments become 0. Pass an optimizer of zoptim with state_dtype="fp32", let the config make it '
             '("optimizer": {"type": "AdamW"}), or leave the key out'
         )
-    if master.itemsize < 4 and not is_asked:
+    if master.itemsize < 4 and not is_requested:
         log.warning(
             "%s keeps its states in the dtype of the masters, %s, as torch's optimizers do: for float32 states "
             'beside narrow masters pass an optimizer of zoptim with state_dtype="fp32", or let the config make it',
@@ -414,7 +446,7 @@ def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         )
 
 
-def _say_unused(section: str, configured: str) -> None:
+def _warn_unused(section: str, configured: str) -> None:
     if configured:
         log.warning(
             'the config\'s "%s" section (%s) is not used: initialize() was given a %s', section, configured, section

@@ -1,13 +1,14 @@
 """torch.compile of an engine's module, block by block.
 
-The forward of each block is compiled, in place, so names, state dicts and the module's own hooks stay as they are:
-hooks run around the compiled forward, not inside the graph.  Blocks are the members of the module's lists (the
-layers of a transformer): equal ones are compiled once, and what is between them stays plain.  Rejected: compiling
-the module as a whole by default, which takes minutes where a block takes seconds, for a few per cent; a list that
-holds one block, or a module without lists, is compiled as a whole anyway.  A pipeline's blocks are its rank's layers.
+The forward of each block is compiled in place, so names, state dicts and the module's hooks stay unchanged: hooks run
+around the compiled forward, not inside the graph.  Blocks are the members of the module's lists (the layers of a
+transformer).  Equal blocks are compiled once, and code between blocks is not compiled.  A list with one block, or a
+module without lists, is compiled as a whole.  The blocks of a pipeline are the layers of this rank.
 
-Layers that are split over ranks speak to other ranks, which no graph can hold: those run as they are, with nothing
-compiled inside of them, and graphs end before them and begin anew behind.
+Layers that are split over ranks communicate, which a graph cannot contain: they run uncompiled, and graphs break
+around them.
+
+Rejected: compiling the whole module by default, which takes minutes instead of seconds, for a few per cent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from zengine.engine.feature import Feature
-from zengine.engine.stages import is_staged
+from zengine.imports import is_pipeline
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
 def check(run: Run, unsupported: Mapping[str, bool], *, is_compiled: bool) -> None:
     """Raise ValueError if the module cannot be compiled; see `DeepSpeedEngine.compile`.
 
-    unsupported: arguments of DeepSpeed's compiler, and if they are given.
+    unsupported: arguments of DeepSpeed's compiler, with True for those that are given.
     """
-    if asked := [name for name, is_given in unsupported.items() if is_given]:
+    if given := [name for name, is_given in unsupported.items() if is_given]:
         raise ValueError(
-            f"compile({asked[0]}=...) belongs to DeepCompile, which is not offered: leave it out; backward is "
-            "compiled by the backend, and gathering is scheduled by the partition"
+            f"compile({given[0]}=...) belongs to DeepCompile, which is not supported: leave it out; the backend "
+            "compiles backward, and the partition schedules gathers"
         )
-    if is_staged(run.module) and run.plan.pipeline.schedule == "zero_bubble":
+    if is_pipeline(run.module) and run.plan.pipeline.schedule == "zero_bubble":
         raise ValueError(
-            'compile() with the schedule "zero_bubble": a compiled layer has one backward, which this schedule '
-            'takes in two halves. Use "1f1b", or leave compile() out'
+            'compile() with the schedule "zero_bubble": a compiled layer has one backward, and this schedule splits '
+            'backward in two. Use "1f1b", or leave compile() out'
         )
     if is_compiled:
         raise ValueError("compile() was called before: the module is compiled already")
@@ -46,48 +47,48 @@ def check(run: Run, unsupported: Mapping[str, bool], *, is_compiled: bool) -> No
 
 @final
 class Compiled(Feature):
-    """Blocks with a compiled forward of their own, and split layers kept out of it; `close` gives all theirs back."""
+    """Compiles the forward of each block, except in split layers; `close` restores the original forwards."""
 
     def __init__(self, backend: str | Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.backend = backend
         self.options = options
         self.blocks: list[nn.Module] = []
-        self.own: list[dict[str, Any]] = []  # of each block: {"forward": ...} where its instance has one
+        self.own: list[dict[str, Any]] = []  # of each block: {"forward": ...} if its instance has one
 
     def attach(self, run: Run) -> None:
-        """Compile."""
+        """Replace the forwards."""
         blocks = blocks_of(run.module)
-        talking = [module for module in run.module.modules() if talks(module)]
-        self.blocks = [*talking, *(block for block in blocks if not talks(block))]
+        split = [module for module in run.module.modules() if communicates(module)]
+        self.blocks = [*split, *(block for block in blocks if not communicates(block))]
         self.own = [{"forward": vars(block)["forward"]} if "forward" in vars(block) else {} for block in self.blocks]
-        for module in talking:
+        for module in split:
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
-        for block in self.blocks[len(talking) :]:
+        for block in self.blocks[len(split) :]:
             block.forward = torch.compile(block.forward, backend=self.backend, **self.options)
 
     def close(self) -> None:
-        """Every block has its own forward again."""
+        """Restore every block's own forward."""
         for block, own in zip(self.blocks, self.own):
             del vars(block)["forward"]
             vars(block).update(own)
         self.blocks, self.own = [], []
 
 
-def talks(module: nn.Module) -> bool:
-    """Return whether the module's own forward sends messages."""
+_COMMUNICATING = ("zpartition.tensor.", "zpartition.experts.", "zpartition.sequence.")
+
+
+def communicates(module: nn.Module) -> bool:
+    """Return True if the module's own forward communicates with other ranks."""
     home = type(module).forward.__module__ or ""
-    return home.startswith(_TALKING) and not home.endswith(".testing")
-
-
-_TALKING = ("zpartition.tensor.", "zpartition.experts.", "zpartition.sequence.")
+    return home.startswith(_COMMUNICATING) and not home.endswith(".testing")
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of `module` with at least two; the module itself if there are none.
+    """Return the members of the outermost lists with at least two members; `[module]` if there are none.
 
-    Of a pipeline the layers that this rank owns.
+    For a pipeline these are the layers that this rank owns.
     """
-    if is_staged(module):
+    if is_pipeline(module):
         return module.own_layers()
     found: list[nn.Module] = []
     _collect(module, found)

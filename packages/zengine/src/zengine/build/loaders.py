@@ -1,7 +1,7 @@
-"""From the plan of the data sections to the loader of a rank, and DeepSpeed's calls about data.
+"""Loaders of a rank by the plan's data sections, and DeepSpeed's calls about data.
 
-The plan says whether samples come plainly, by a curriculum or by tokens; this file reads the metrics that those
-need and asks the feed for the loader.
+The plan chooses a plain loader, a curriculum or batches by tokens; this file reads the metrics that they need, and
+makes the loader from the feed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zengine.data")
 
-Laws = Mapping[str, Callable[[int], int]] | Callable[[int], int]
+CustomSchedules = Mapping[str, Callable[[int], int]] | Callable[[int], int]
 
 
 @runtime_checkable
-class TakesLaws(Protocol):
-    """A part whose schedule may be the caller's."""
+class HasCustomSchedule(Protocol):
+    """Part whose schedule the caller may set."""
 
     def set_custom_schedule(self, functions: Any) -> None: ...
 
 
-def require_data(plan: Plan, training_data: Any) -> None:
-    """Refuse a section that decides about the data where there is none, before ranks depend on each other.
+def check_data(plan: Plan, training_data: Any) -> None:
+    """Check that data exist for a section that selects samples, before ranks depend on each other.
 
     Raises:
         ConfigError: `training_data` is missing, or is a stream whose samples have no index.
@@ -52,7 +52,7 @@ def require_data(plan: Plan, training_data: Any) -> None:
     problem = Problem(
         key=f"{section}.enabled",
         given=True,
-        reason=f"{given}, and the section decides which of its samples make a batch",
+        reason=f"{given}, and the section selects the samples of each batch",
         suggestion="Pass training_data= (a dataset with a length and an index), or switch the section off.",
     )
     raise ConfigError("initialize()", [problem])
@@ -62,10 +62,10 @@ def _stream(training_data: Any) -> str:
     return f"training_data is a {type(training_data).__name__}, which has no length and index"
 
 
-def feed_of(
+def make_feed(
     plan: Plan, *, rank: int, device: torch.device, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> LoaderFactory:
-    """The feed of `rank` among the replicas; ranks that share one of them are given the same samples."""
+    """Return the loader factory of replica `rank`; all ranks of one replica get the same samples."""
     data, is_shared = plan.data, plan.parallel.model_parallel_size * plan.parallel.degrees.sequence > 1
     return LoaderFactory(
         micro_batch_size=plan.batch.micro_batch_size,
@@ -86,11 +86,11 @@ def feed_of(
 
 
 def training_loader(dataset: Any, data: DataPlan, feed: LoaderFactory) -> Loader:
-    """The loader that the plan asks for.
+    """Return the loader that the plan asks for.
 
     Raises:
         TypeError: `dataset` is not a dataset.
-        ValueError: it is too small, or a metric does not belong to it.
+        ValueError: it is too small, or a metric does not fit it.
     """
     if data.metrics:
         limits = tuple(
@@ -103,7 +103,7 @@ def training_loader(dataset: Any, data: DataPlan, feed: LoaderFactory) -> Loader
 
 
 def data_features(data: DataPlan) -> tuple[Feature, ...]:
-    """Return what the data sections do to the engine; sequences are cut before tokens are dropped."""
+    """Return the features of the data sections; sequences are truncated before tokens are dropped."""
     return (
         *(SeqlenCurriculum(schedule) for schedule in data.seqlen),
         *(SampleDifficulty() for _ in data.metrics[:1]),
@@ -113,18 +113,18 @@ def data_features(data: DataPlan) -> tuple[Feature, ...]:
 
 
 def _index(metric: Any, dataset: Any) -> MetricIndex:
-    """The files of a metric; the lengths of the samples where it has none."""
+    """Return the index of a metric from its files, or measured sample lengths without files."""
     if metric.samples_path:
         return MetricIndex.load(metric.samples_path, metric.metrics_path, metric.name)
     if metric.by is DifficultyType.SINGLE_CLUSTER:
         return MetricIndex.of(np.zeros(LoaderFactory.length_of(dataset), dtype=np.int8), metric.name)
-    return MetricIndex.of(_measured(dataset), metric.name)
+    return MetricIndex.of(_measure_lengths(dataset), metric.name)
 
 
 def _lengths(path: str, dataset: Any) -> NDArray[np.int64]:
-    """(num_samples,): tokens of each sample, from a .npy of them or of an analyzer's folder, or measured."""
+    """Return the tokens of each sample, (num_samples,), from a .npy file or an analyzer's folder, or measured."""
     if not path:
-        return _measured(dataset)
+        return _measure_lengths(dataset)
     file = path if path.endswith(".npy") else f"{path}/{SAMPLE_FILE}"
     try:
         lengths: NDArray[np.int64] = open_array(file).astype(np.int64, casting="same_kind")
@@ -136,8 +136,8 @@ def _lengths(path: str, dataset: Any) -> NDArray[np.int64]:
     return lengths
 
 
-def _measured(dataset: Any) -> NDArray[np.int64]:
-    log.info("measuring the lengths of %d samples; a file of a metric saves that", LoaderFactory.length_of(dataset))
+def _measure_lengths(dataset: Any) -> NDArray[np.int64]:
+    log.info("measuring the lengths of %d samples; a metric file avoids this", LoaderFactory.length_of(dataset))
     return lengths_of(dataset)
 
 
@@ -152,7 +152,7 @@ def user_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int | None,
 ) -> Loader:
-    """Return a loader over a dataset of the caller's; see `DeepSpeedEngine.deepspeed_io`."""
+    """Return a loader over a caller's dataset; see `DeepSpeedEngine.deepspeed_io`."""
     if not is_indexed(dataset) and not isinstance(dataset, IterableDataset):
         raise ValueError(
             f"deepspeed_io(dataset={type(dataset).__name__}): a torch Dataset is needed, one with __len__ and "
@@ -161,7 +161,7 @@ def user_loader(
     if route not in ("train", "eval", "predict"):
         raise ValueError(f'deepspeed_io(route={route!r}): "train", "eval" or "predict" is needed')
     data, device = run.plan.data, run.device
-    base = feed_of(run.plan, rank=run.parts.groups.get_data_parallel_rank(), device=device)
+    base = make_feed(run.plan, rank=run.parts.groups.get_data_parallel_rank(), device=device)
     fetcher = make_fetcher(
         collate_fn=collate_fn,
         num_workers=data.num_workers if num_workers is None else num_workers,
@@ -184,10 +184,10 @@ def set_post_process(run: Run, post_process: PostProcess | None) -> None:
     run.parts.loader.post_process = post_process
 
 
-def set_custom_schedules(run: Run, features: Sequence[Feature], functions: Laws) -> None:
+def set_custom_schedules(run: Run, features: Sequence[Feature], functions: CustomSchedules) -> None:
     """See `DeepSpeedEngine.set_custom_curriculum_learning_schedule`."""
-    takers = [part for part in (*features, run.parts.loader) if isinstance(part, TakesLaws)]
-    if not takers:
-        raise ValueError("set_custom_curriculum_learning_schedule() was called, and no curriculum is on")
-    for taker in takers:
-        taker.set_custom_schedule(functions)
+    parts = [part for part in (*features, run.parts.loader) if isinstance(part, HasCustomSchedule)]
+    if not parts:
+        raise ValueError("set_custom_curriculum_learning_schedule(): no curriculum is on; enable one in the config")
+    for part in parts:
+        part.set_custom_schedule(functions)

@@ -1,4 +1,4 @@
-"""What an optimizer is made over: the parameters of a module, their dtypes, and the names that it has for them."""
+"""Facts of a module for the assembly: parameters to train, their dtypes and names, and names of its classes."""
 
 from __future__ import annotations
 
@@ -13,63 +13,64 @@ from torch import Tensor, nn
 import zcomm
 from zpartition import pipeline_stages_of
 
-__all__ = ["dtype_of", "dtypes_of", "named", "refuse_unknown_classes", "trainable"]
+__all__ = ["check_class_names", "dtype_of", "dtypes_of", "trainable_parameters", "with_names"]
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """All that can be trained, now or when it is unfrozen."""
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that can be trained, now or after unfreezing."""
     return [param for param in module.parameters() if param.requires_grad or param.is_floating_point()]
 
 
 def dtypes_of(module: nn.Module) -> dict[torch.dtype, str]:
-    """Dtypes of the parameters that are trained, each with the name of one.  A collective of a pipeline's stages."""
+    """Return the dtypes of trained parameters, each with the name of one.  A collective of a pipeline's stages."""
     own = {param.dtype: name for name, param in module.named_parameters() if param.requires_grad}
     stages = pipeline_stages_of(module)
     if stages.size == 1:
         return own
-    told = zcomm.all_gather_object(
+    everywhere = zcomm.all_gather_object(
         {str(dtype).removeprefix("torch."): name for dtype, name in own.items()}, stages.group
     )
-    return {getattr(torch, dtype): name for each in told for dtype, name in each.items()}
+    return {getattr(torch, dtype): name for each in everywhere for dtype, name in each.items()}
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Of the first floating parameter, by which DeepSpeed goes too; float32 without one."""
+    """Return the dtype of the first floating-point parameter, as DeepSpeed does; float32 without one."""
     return next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
 
 
-def named(module: nn.Module, parameters: list[Any]) -> list[Any]:
-    """The same parameters or groups with the module's names, by which Muon tells embeddings from other matrices.
+def with_names(module: nn.Module, parameters: list[Any]) -> list[Any]:
+    """Return the parameters or groups with the module's names, by which Muon tells embeddings from other matrices.
 
-    All or none: what is not a parameter of the module has no name, and is refused later on.
+    If any of them is not a parameter of the module, none get names; the partition raises later.
     """
     names = {id(param): name for name, param in module.named_parameters()}
-    groups = [{**item, "params": _listed(item["params"])} if isinstance(item, dict) else item for item in parameters]
+    groups = [{**item, "params": _to_list(item["params"])} if isinstance(item, dict) else item for item in parameters]
     members = [param for item in groups for param in (item["params"] if isinstance(item, dict) else [item])]
     if any(id(param) not in names for param in members):
         return groups
 
-    def with_names(item: Any) -> Any:
+    def add_names(item: Any) -> Any:
         if isinstance(item, dict):
             pairs = [(names[id(param)], param) for param in item["params"]]
             return {**item, "params": pairs, **({} if pairs else {"param_names": []})}  # torch sees no names in []
         return names[id(item)], item
 
-    return [with_names(item) for item in groups]
+    return [add_names(item) for item in groups]
 
 
-def _listed(params: Any) -> list[Any]:
-    """The members of a group, which may be a single parameter or a generator."""
+def _to_list(params: Any) -> list[Any]:
+    """Return the members of a group, which may be a single parameter or a generator."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-# torch_autocast.lower_precision_safe_modules: a name that means nothing is refused.
-#
-# A class that exists and that the model does not use is fine: the default names four, and few models have them all.
+def check_class_names(names: Iterable[str], module: nn.Module) -> None:
+    """Check the class names of torch_autocast.lower_precision_safe_modules.
 
+    An importable class that the model does not use is allowed: the default names four, and few models use them all.
 
-def refuse_unknown_classes(names: Iterable[str], module: nn.Module) -> None:
-    """ValueError for a name that is neither that of a class in `module` nor the path of any class."""
+    Raises:
+        ValueError: a name is neither that of a class in `module` nor an importable path.
+    """
     kinds = {type(child) for child in module.modules()}
     known = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
     for name in names:

@@ -1,7 +1,7 @@
-"""What ranks must agree on before a checkpoint is saved or loaded.
+"""Consensus of ranks before a checkpoint is saved or loaded.
 
-A rank that decides alone (which folder, which tag, whether the model fits) leaves the others in a collective that
-never completes, or in another checkpoint.  Each decision here is either made by all alike or told to all.
+A rank that decides alone (which folder, which tag, if the model fits) leaves the others in a collective that never
+completes, or in another checkpoint.  Each decision here is made equally by all ranks, or sent to all.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger("zengine")
 
 T = TypeVar("T")
 
-Source: TypeAlias = "zckpt.Checkpoint | zckpt.MemoryCheckpoint"  # what a load reads from; imported when one does
+Source: TypeAlias = "zckpt.Checkpoint | zckpt.MemoryCheckpoint"  # source of a load; imported on the first load
 MODEL = "model."  # prefix of the names of weights and buffers
 
 
 @attrs.frozen(eq=False)
 class GroupPeers:
-    """A process group as zckpt wants to see it."""
+    """Process group with the interface that zckpt expects."""
 
     group: torch.distributed.ProcessGroup | None
     rank: int
@@ -39,73 +39,81 @@ class GroupPeers:
 
     @classmethod
     def of(cls, run: Run) -> GroupPeers:
-        """Return all ranks of the run, those that hold other parts of the model too."""
+        """Return all ranks of the run, including those with other parts of the model."""
         group = run.parts.groups.world()
         return cls(group, zcomm.group_rank(group), zcomm.group_size(group))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         return zcomm.all_gather_object(value, self.group)
 
 
 def common_tag(tag: str, validation: str, peers: GroupPeers) -> str:
-    """Rank 0's tag; what happens when another rank names another one is the config's `tag_validation`."""
+    """Return rank 0's tag.
+
+    validation: the config's `tag_validation` for different tags: "FAIL" raises ValueError, "WARN" logs a warning.
+    """
     tags = peers.exchange(tag)
     if any(other != tags[0] for other in tags) and validation != "IGNORE":
-        named = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(tags))
-        message = f"ranks save under different tags ({named}); a checkpoint has one"
+        by_rank = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(tags))
+        message = f"save_checkpoint() got different tags ({by_rank})"
         if validation == "FAIL":
             raise ValueError(
-                f'{message}. Pass the same tag on all ranks, or set checkpoint.tag_validation to "WARN".'
+                f'{message}; pass the same tag on every rank, or set checkpoint.tag_validation to "WARN".'
             )
-        log.warning("%s: rank 0's is taken", message)
+        log.warning("%s; using the tag of rank 0", message)
     return str(tags[0])
 
 
 def on_every_rank(work: Callable[[], T], peers: GroupPeers, otherwise: str = "nothing was saved") -> T:
-    """The result of `work`, if it succeeds on all ranks; else its error here, or word of where it failed."""
+    """Return the result of `work` if it succeeds on all ranks; otherwise raise on all.  A collective.
+
+    otherwise: consequence of a failure, for the message.
+
+    A rank on which `work` failed raises its error; others raise one that names the rank and has its message.
+    """
     result: list[T] = []
-    problem: Exception | None = None
+    failure: Exception | None = None
     try:
         result.append(work())
-    except Exception as error:  # whatever it is: the others wait for word of it
-        problem = error
-    told = ("", "") if problem is None else (type(problem).__name__, str(problem) or type(problem).__name__)
-    everybody = peers.exchange(told)
-    if problem is not None:
-        raise problem
-    for rank, (kind, text) in enumerate(everybody):
+    except Exception as error:  # of any class: the other ranks wait for the outcome
+        failure = error
+    outcome = ("", "") if failure is None else (type(failure).__name__, str(failure) or type(failure).__name__)
+    outcomes = peers.exchange(outcome)
+    if failure is not None:
+        raise failure
+    for rank, (kind, text) in enumerate(outcomes):
         if kind:
             raise _error_class(kind)(f"{otherwise}, because of rank {rank}: {text}")
     return result[0]
 
 
 def _error_class(name: str) -> type[Exception]:
-    """The class of another rank's error, if it is one of zckpt's; else ValueError."""
+    """Return the class of another rank's error if it is one of zckpt's, else ValueError."""
     found = getattr(zckpt, name, None)
     return found if isinstance(found, type) and issubclass(found, zckpt.CheckpointError) else ValueError
 
 
 def small_state(checkpoint: Source) -> zckpt.Node:
-    """Return what the run saved beside tensors, to be taken apart; errors name file and key."""
+    """Return the saved state that is not in tensors; errors in it name file and key."""
     return zckpt.Node(checkpoint.objects, f"{checkpoint.origin}: objects", zckpt.CheckpointStateError)
 
 
 @contextmanager
-def named(node: zckpt.Node) -> Iterator[None]:
-    """Whatever the owner of a value has against it, or trips over in it, names the file and the key."""
+def errors_at(node: zckpt.Node) -> Iterator[None]:
+    """Turn errors inside into a CheckpointStateError that names the file and the key of `node`."""
     try:
         yield
     except zckpt.CheckpointStateError:
         raise
-    except Exception as error:  # of classes that are not ours, too
+    except Exception as error:  # of any class
         is_plain = isinstance(error, (ValueError, TypeError)) and str(error)
         text = str(error) if is_plain else f"{type(error).__name__}: {error}"
         raise zckpt.CheckpointStateError(f"{node.where}: {text}. Nothing was loaded.") from error
 
 
 def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
-    """The same checkpoint on every rank, or an error on every rank; what was odd about finding it is logged."""
+    """Return the same checkpoint on every rank, or raise on every rank; rank 0 logs the notes of the search."""
     try:
         found, problem = zckpt.find(root, None if tag is None else str(tag)), None
     except zckpt.CheckpointError as error:
@@ -119,18 +127,16 @@ def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
             "hosts see the same file system?"
         )
     assert found is not None
-    mine, common = found, str(tags[0])
-    for note in mine.notes if peers.rank == 0 else ():
+    own, common = found, str(tags[0])
+    for note in own.notes if peers.rank == 0 else ():
         log.warning("%s", note)
     if all(other == common for other in tags):
-        return mine
-    return on_every_rank(
-        lambda: mine if mine.tag == common else zckpt.find(root, common), peers, "nothing was loaded"
-    )
+        return own
+    return on_every_rank(lambda: own if own.tag == common else zckpt.find(root, common), peers, "nothing was loaded")
 
 
 def require_run(checkpoint: Source) -> None:
-    """Refuse to go on with a run that is not there: only an engine saves one."""
+    """Raise CheckpointMismatch unless an engine saved the checkpoint: only those contain the state of a run."""
     if "clock" not in small_state(checkpoint).members():
         raise zckpt.CheckpointMismatch(
             f"checkpoint {checkpoint.path} was not saved by an engine: it holds no run to continue. Load its weights "
@@ -138,8 +144,8 @@ def require_run(checkpoint: Source) -> None:
         )
 
 
-def compare_kinds(run: Run, checkpoint: Source, *, optimizer: bool, scheduler: bool) -> None:
-    """Refuse another optimizer or schedule before anything is read."""
+def check_kinds(run: Run, checkpoint: Source, *, optimizer: bool, scheduler: bool) -> None:
+    """Raise CheckpointMismatch for another optimizer or schedule, before tensors are read."""
     if optimizer and run.optimizer is not None:
         _compare_optimizers(checkpoint, run.optimizer)
     kind = type(run.parts.scheduler).__name__
@@ -147,17 +153,17 @@ def compare_kinds(run: Run, checkpoint: Source, *, optimizer: bool, scheduler: b
     if run.optimizer is not None and saved != kind:
         raise zckpt.CheckpointMismatch(
             f"checkpoint {checkpoint.path} holds the schedule {saved}, and this engine has {kind}. To start "
-            "the present schedule afresh, load with load_lr_scheduler_states=False"
+            "the present schedule from its beginning, load with load_lr_scheduler_states=False"
         )
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The name by which checkpoints know an optimizer; a class may say that its state is another's."""
+    """Return the name of an optimizer in checkpoints; a class may set the name of a class with the same state."""
     return str(getattr(optimizer, "checkpoint_kind", type(optimizer).__name__))
 
 
 def _compare_optimizers(checkpoint: Source, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the state of another optimizer before anything is read."""
+    """Raise CheckpointMismatch for the state of another optimizer, before tensors are read."""
     saved = small_state(checkpoint).member("optimizer", None)
     kind, num_groups = optimizer_kind(optimizer), len(optimizer.param_groups)
     problem = ""
@@ -169,13 +175,13 @@ def _compare_optimizers(checkpoint: Source, optimizer: torch.optim.Optimizer) ->
         problem = f"has {count} parameter groups, and this engine's optimizer has {num_groups}"
     if problem:
         raise zckpt.CheckpointMismatch(
-            f"checkpoint {checkpoint.path} {problem}. To go on with fresh optimizer state, load with "
+            f"checkpoint {checkpoint.path} {problem}. To continue with new optimizer state, load with "
             "load_optimizer_states=False"
         )
 
 
-def say_rounded(wanted: Iterable[zpartition.Shard], checkpoint: Source, rank: int) -> None:
-    """Warn of weights that are stored with more bits than they will have here."""
+def warn_rounded(wanted: Iterable[zpartition.Shard], checkpoint: Source, rank: int) -> None:
+    """Warn about weights that are saved in a wider dtype than this engine has."""
     tensors = checkpoint.manifest.tensors
     rounded = [each for each in wanted if tensors[each.name].dtype.itemsize > each.tensor.dtype.itemsize]
     if rounded and rank == 0:
@@ -190,29 +196,29 @@ def say_rounded(wanted: Iterable[zpartition.Shard], checkpoint: Source, rank: in
         )
 
 
-def compare_names(
+def check_names(
     partition: zpartition.Partition, names: Iterable[str], where: str, peers: GroupPeers, *, strict: bool
 ) -> None:
-    """Refuse a checkpoint of another model before anything is read; not strict, only say what does not fit.
+    """Raise CheckpointMismatch for a checkpoint of another model, before tensors are read; if not strict, only warn.
 
-    The stages of a pipeline, which have names of their own, put them together.
+    The names of all stages of a pipeline count together.
     """
     everywhere = (
         peers.exchange(list(partition.names())) if partition.pipeline_stages.size > 1 else [partition.names()]
     )
-    ours = {MODEL + name for some in everywhere for name in some}
-    theirs = {name for name in names if name.startswith(MODEL)}
-    missing, extra = sorted(ours - theirs), sorted(theirs - ours)
+    expected = {MODEL + name for some in everywhere for name in some}
+    saved = {name for name in names if name.startswith(MODEL)}
+    missing, extra = sorted(expected - saved), sorted(saved - expected)
     if not missing and not extra:
         return
     differences = (
         f"checkpoint {where} is not of this model: {len(missing)} tensors are missing in it ({_first(missing)}), "
-        f"{len(extra)} are not wanted ({_first(extra)})"
+        f"{len(extra)} are unknown to the model ({_first(extra)})"
     )
     if strict:
         raise zckpt.CheckpointMismatch(f"{differences}. load_module_strict=False loads what fits")
     if peers.rank == 0:
-        log.warning("%s: what is missing keeps its values", differences)
+        log.warning("%s: missing tensors keep their values", differences)
 
 
 def _first(names: list[str]) -> str:

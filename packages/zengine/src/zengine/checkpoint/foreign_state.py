@@ -1,9 +1,9 @@
-"""States of torch's own classes, which take whatever they are given, looked at before they get it.
+"""Checks of saved states of torch's optimizers and schedules, whose classes load anything.
 
-A schedule of torch's replaces its attributes by those of the state, a parameter group its options; a rate of [] or a
-number in the place of a method shows steps later.  What an object has now is the measure: a state must be made of
-the same things, counts must be counts and rates must be rates.  What a class of the caller's own keeps is its own
-business; there the object is asked (rehearse.py).
+A schedule of torch replaces its attributes by those of the state, and a parameter group its options; a rate of [] or
+a number in place of a method fails only steps later.  So a saved state is compared with the object's present one: it
+must have the same structure, counts must be counts, and rates must be rates.  A caller's own class is checked by a
+trial load instead (trial_load.py).
 """
 
 from __future__ import annotations
@@ -21,73 +21,79 @@ from typing import Any
 import torch
 
 import zpartition
-from zengine.rehearse import rehearsed
+from zengine.trial_load import trial_load
 
 __all__ = [
     "check_options",
     "check_states",
-    "options_put_back",
     "prepare_schedule",
+    "restored_options",
+    "saved_options",
     "set_option",
     "set_options",
-    "travelling_options",
 ]
 
 _MOST_COUNTED = 2**53  # exact as a float
 _RATE = re.compile(r"(.*_)?lrs?(\[\d+\])*")  # lr, base_lrs[0], _last_lr[1], ...
 _LOW = {"last_epoch": -1.0}  # lower bounds other than 0
 _FREE = ("best", "mode_worse")  # metrics, not bounded by anything
-_NOT_TRIED = ("LBFGS", "SparseAdam")  # they want a closure, or sparse gradients
-_OUTSIDE = ("params", "param_names")  # members of a group that are no options
+_UNTRIED = ("LBFGS", "SparseAdam")  # these need a closure, or sparse gradients
+_NOT_OPTIONS = ("params", "param_names")  # keys of a group that are not options
 
 
 # -- parameter groups ----------------------------------------------------------------------------
 
 
-def travelling_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of each group, without the options that belong to the object, such as its state format."""
-    left = {*_OUTSIDE, *getattr(optimizer, "kept_options", ())}
+def saved_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each group, without options of the object, such as its state format."""
+    left = {*_NOT_OPTIONS, *getattr(optimizer, "kept_options", ())}
     return [{key: value for key, value in group.items() if key not in left} for group in optimizer.param_groups]
 
 
 def check_options(optimizer: torch.optim.Optimizer, groups: list[Any], *, complete: bool) -> None:
-    """ValueError or TypeError unless the groups of `optimizer` can go on with these options.
+    """Check that `optimizer` can continue with these options of its groups.
 
-    complete: no number that the class has a default for may be missing.
+    complete: every number for which the class has a default must be present.
+
+    Raises:
+        ValueError, TypeError: it cannot; the message names the group and the option.
     """
     own = getattr(optimizer, "check_loaded_options", None)
     kept = getattr(optimizer, "kept_options", ())
     for index, (given, ours) in enumerate(zip(groups, optimizer.param_groups)):
         where = f"groups[{index}]"
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-            raise TypeError(f"{where} must be the options of a group by name, is {given!r}")
-        if misplaced := [key for key in _OUTSIDE if key in given]:
-            raise ValueError(f"{where}.{misplaced[0]} is no option")
+            raise TypeError(f"{where} must be a dict of options, is {given!r}")
+        if misplaced := [key for key in _NOT_OPTIONS if key in given]:
+            raise ValueError(f"{where}.{misplaced[0]} is not an option")
         wanted = [key for key in optimizer.defaults if complete and _is_numeric(ours.get(key))]
         if missing := [key for key in dict.fromkeys(["lr", *wanted]) if key not in given]:
-            raise ValueError(f"{where} lacks {missing[0]}")
+            raise ValueError(f"{where}.{missing[0]} is missing")
         for key in given.keys() & ours.keys() - set(kept):
             _check(f"{where}.{key}", given[key], ours[key], bounded=key in optimizer.defaults)
             _check_betas(f"{where}.{key}", given[key])
         if own is not None:
-            with _placed(where):
+            with _errors_at(where):
                 own(index, {key: value for key, value in given.items() if key not in kept})
 
 
 def check_states(optimizer: torch.optim.Optimizer, staged: zpartition.StagedState) -> None:
-    """ValueError unless the optimizer can go on with its groups as they are and what is staged.
+    """Check that the optimizer can continue with its present options and the staged state.
 
-    A class of torch's is asked too: it updates a small matrix with the options of each group, and needs what it
-    keeps of that.
+    A class of torch is also tried: it updates a small matrix with the options of each group, and the state that it
+    keeps for that must be present.
+
+    Raises:
+        ValueError: it cannot.
     """
     try:
         staged.check()
     except ValueError as error:
         options = "; ".join(map(_options_of, optimizer.param_groups))
         raise ValueError(f"groups with {options}: {error}") from error
-    if not type(optimizer).__module__.startswith("torch.optim") or type(optimizer).__name__ in _NOT_TRIED:
+    if not type(optimizer).__module__.startswith("torch.optim") or type(optimizer).__name__ in _UNTRIED:
         return
-    needed = [_kept_of_a_matrix(optimizer, index) for index in range(len(optimizer.param_groups))]
+    needed = [_state_keys_of(optimizer, index) for index in range(len(optimizer.param_groups))]
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for holder, state, _ in staged.held:
         index = group_of[id(holder.tensor)]
@@ -98,18 +104,19 @@ def check_states(optimizer: torch.optim.Optimizer, staged: zpartition.StagedStat
             )
 
 
-def _kept_of_a_matrix(optimizer: torch.optim.Optimizer, index: int) -> set[str]:
+def _state_keys_of(optimizer: torch.optim.Optimizer, index: int) -> set[str]:
+    """Return the state keys that the optimizer keeps for a matrix with the options of a group."""
     group = optimizer.param_groups[index]
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     matrix = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     matrix.grad = torch.zeros_like(matrix)
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _OUTSIDE}
-    taken = inspect.signature(type(optimizer)).parameters
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+    accepted = inspect.signature(type(optimizer)).parameters
     try:
-        tried = type(optimizer)([matrix], **{key: value for key, value in options.items() if key in taken})
+        tried = type(optimizer)([matrix], **{key: value for key, value in options.items() if key in accepted})
         tried.param_groups[0].update(options)
         tried.step()
-    except Exception as error:  # whatever torch trips over
+    except Exception as error:  # torch raises any class
         raise ValueError(
             f"groups[{index}]: {type(optimizer).__name__} cannot step with {_options_of(group)}: {error}"
         ) from error
@@ -117,11 +124,11 @@ def _kept_of_a_matrix(optimizer: torch.optim.Optimizer, index: int) -> set[str]:
 
 
 def _options_of(group: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in group.items() if key not in _OUTSIDE)
+    return ", ".join(f"{key}={value!r}" for key, value in group.items() if key not in _NOT_OPTIONS)
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Put `options`, one dict for each group, in the place of what is there."""
+    """Set `options`, one dict for each group."""
     kept = getattr(optimizer, "kept_options", ())
     for group, values in zip(optimizer.param_groups, options):
         for key, value in values.items():
@@ -130,7 +137,7 @@ def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]])
 
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Into the tensor that is there (a captured graph may hold it), as a number where one is, else in its place."""
+    """Set one option: in place if it is a tensor (a captured graph may hold it), as a number if it is a number."""
     ours = group.get(key)
     if isinstance(ours, torch.Tensor):
         ours.copy_(torch.as_tensor(value))
@@ -139,10 +146,12 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 @contextmanager
-def options_put_back(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Whatever happens inside to the options of the groups, afterwards they are as they were."""
+def restored_options(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Restore the options of the groups after the block."""
     groups = [] if optimizer is None else optimizer.param_groups
-    before = [(dict(group), {k: copy.deepcopy(v) for k, v in group.items() if k not in _OUTSIDE}) for group in groups]
+    before = [
+        (dict(group), {k: copy.deepcopy(v) for k, v in group.items() if k not in _NOT_OPTIONS}) for group in groups
+    ]
     try:
         yield
     finally:
@@ -159,44 +168,44 @@ def options_put_back(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 def prepare_schedule(
     schedule: Any, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """Return what loads `state` into a schedule, which is as it was; an error of any kind if it does not fit."""
+    """Return a function that loads `state` into a schedule, which is unchanged; raise if it does not fit."""
     if (own := getattr(schedule, "prepare_load", None)) is not None:
         prepared: Callable[[], None] = own(state)
         return prepared
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise TypeError(f"must be the values of a schedule by name, is {state!r}")
-    ours = schedule.state_dict()
+        raise TypeError(f"must be a state dict of a schedule, is {state!r}")
+    present = schedule.state_dict()
     is_torchs = type(schedule).__module__.startswith("torch.optim")
-    for key in state.keys() - ours.keys():
+    for key in state.keys() - present.keys():
         is_flag = key.startswith("_") and isinstance(state[key], (bool, type(None)))  # of another version of torch
         if hasattr(schedule, key) or (is_torchs and not is_flag):
-            raise ValueError(f"{key} is no value that a {type(schedule).__name__} saves")
+            raise ValueError(f"{key} is not a value that a {type(schedule).__name__} saves")
     if is_torchs:
-        _check("", state, ours, bounded=True)
-    with options_put_back(optimizer):
-        return rehearsed(schedule, state, lambda: _check_rates(schedule, optimizer))
+        _check("", state, present, bounded=True)
+    with restored_options(optimizer):
+        return trial_load(schedule, state, lambda: _check_rates(schedule, optimizer))
 
 
 def _check_rates(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """ValueError unless a schedule that tells its rates tells one for each group, as does one that computes them."""
+    """Raise ValueError unless the schedule's last and computed rates have a valid number for each group."""
     if optimizer is None:
         return
-    told = [schedule.get_last_lr()] if hasattr(schedule, "get_last_lr") else []
-    for rates in [*told, *_computed(schedule)]:
+    last = [schedule.get_last_lr()] if hasattr(schedule, "get_last_lr") else []
+    for rates in [*last, *_compute_rates(schedule)]:
         if not isinstance(rates, (list, tuple)) or len(rates) != len(optimizer.param_groups):
-            raise ValueError(f"gives the rates {rates!r} for {len(optimizer.param_groups)} parameter groups")
+            raise ValueError(f"has the rates {rates!r} for {len(optimizer.param_groups)} parameter groups")
         for index, rate in enumerate(rates):
             _check(f"lrs[{index}]", rate, 0.0, bounded=True)
 
 
-def _computed(schedule: Any) -> Iterator[Any]:
-    """The rates that a schedule of torch's, or those that it is made of, find where they are."""
+def _compute_rates(schedule: Any) -> Iterator[Any]:
+    """Yield the rates that a schedule of torch, and the schedules inside it, compute for their present step."""
     for part in getattr(schedule, "_schedulers", ()):
-        yield from _computed(part)
+        yield from _compute_rates(part)
     if not type(schedule).__module__.startswith("torch.optim"):
         return
     with warnings.catch_warnings(), suppress(NotImplementedError):
-        warnings.simplefilter("ignore")  # torch wants it to be called in a step
+        warnings.simplefilter("ignore")  # torch warns outside of a step
         yield schedule.get_lr()
 
 
@@ -204,9 +213,9 @@ def _computed(schedule: Any) -> Iterator[Any]:
 
 
 def _check(where: str, saved: Any, ours: Any, *, bounded: bool) -> None:
-    """ValueError or TypeError, with the place, unless `saved` is such a thing as `ours`.
+    """Raise ValueError or TypeError, with the place, unless `saved` has the type and structure of `ours`.
 
-    bounded: numbers are finite, and not negative where ours is not.
+    bounded: numbers must be finite, and not negative unless `ours` is.
     """
     if _is_number(ours):
         _check_number(where, saved, ours, bounded)
@@ -222,15 +231,15 @@ def _check(where: str, saved: Any, ours: Any, *, bounded: bool) -> None:
     elif isinstance(ours, bool) and not (saved is None or isinstance(saved, bool)):
         raise TypeError(f"{where} must be True or False, is {saved!r}")
     elif ours is None and bounded and not (saved is None or isinstance(saved, bool)):
-        if not where.endswith("]"):  # of several values any may be left out
+        if not where.endswith("]"):  # any of several values may be None
             raise TypeError(f"{where} must be None, True or False, is {saved!r}")
         _check_number(where, saved, 0.0, bounded)
 
 
 def _check_mapping(where: str, saved: Any, ours: Mapping[Any, Any], bounded: bool) -> None:
     if not isinstance(saved, Mapping):
-        raise TypeError(f"{where} must be values by name, is {saved!r}")
-    if not all(isinstance(key, str) for key in ours):  # a table, such as milestones and how often each counts
+        raise TypeError(f"{where} must be a dict, is {saved!r}")
+    if not all(isinstance(key, str) for key in ours):  # a table, such as milestones and their counts
         for number in [*saved, *saved.values()]:
             _check_number(where, number, 0, bounded)
         return
@@ -238,31 +247,31 @@ def _check_mapping(where: str, saved: Any, ours: Mapping[Any, Any], bounded: boo
     for key, value in ours.items():
         if key in saved:
             _check(dot + key, saved[key], value, bounded=bounded)
-        elif not (key.startswith("_") and isinstance(value, bool)):  # flags, which come and go with torch's versions
+        elif not (key.startswith("_") and isinstance(value, bool)):  # flags differ between versions of torch
             raise ValueError(f"{dot}{key} is missing")
 
 
 def _check_number(where: str, saved: Any, ours: Any, bounded: bool) -> None:
     name = where.rpartition(".")[2]
-    if not _is_number(saved) or (isinstance(saved, torch.Tensor) and not _stands_for(saved, ours)):
+    if not _is_number(saved) or (isinstance(saved, torch.Tensor) and not _can_replace(saved, ours)):
         raise TypeError(f"{where} must be a number, is {saved!r}")
     low, high = -math.inf, math.inf
     if (bounded and name not in _FREE) or _RATE.fullmatch(name):
         low = _LOW.get(name, 0.0) if ours >= 0 else -sys.float_info.max
-        high = _most(ours) if not isinstance(saved, int) else _MOST_COUNTED
+        high = _max_of(ours) if not isinstance(saved, int) else _MOST_COUNTED
     if not low <= saved <= high:  # NaN neither
         raise ValueError(f"{where} must be a number from {low:g} to {high:g}, is {saved!r}")
 
 
-def _stands_for(saved: torch.Tensor, ours: Any) -> bool:
-    """Return whether a tensor may be kept in place of a number: one of the same shape, or of none for a plain one."""
+def _can_replace(saved: torch.Tensor, ours: Any) -> bool:
+    """Return True if a tensor may replace `ours`: of the same shape, or of shape () for a plain number."""
     if isinstance(ours, torch.Tensor):
         return saved.shape == ours.shape and saved.is_floating_point() == ours.is_floating_point()
     return saved.shape == () and saved.is_floating_point()
 
 
-def _most(ours: Any) -> float:
-    """The greatest number that may stand where `ours` does."""
+def _max_of(ours: Any) -> float:
+    """Return the largest number that may replace `ours`."""
     if isinstance(ours, torch.Tensor):
         return torch.finfo(ours.dtype).max if ours.is_floating_point() else _MOST_COUNTED
     return _MOST_COUNTED if isinstance(ours, int) else sys.float_info.max
@@ -284,7 +293,8 @@ def _is_numeric(value: Any) -> bool:
 
 
 @contextmanager
-def _placed(where: str) -> Iterator[None]:
+def _errors_at(where: str) -> Iterator[None]:
+    """Prefix the message of errors inside with their place."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Python values to JSON and back, exactly: what schedules, optimizers and callers keep beside tensors.
+"""Exact JSON encoding of the small state of schedules, optimizers and callers.
 
-JSON has no tuples, no integer keys, no infinities and no tensors; torch's schedulers and optimizers have all four.
-Each becomes an object with one reserved key.  Everything else is refused by name rather than pickled.
+JSON has no tuples, integer keys, infinities or tensors; the state of torch's schedules and optimizers has all four.
+Each becomes an object with one reserved key.  Other types raise an error that names them; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _RESERVED = frozenset({_TUPLE, _PAIRS, _FLOAT, _TENSOR})
 
 
 def encode(value: Any, where: str = "value") -> Any:
-    """`value` as JSON.
+    """Return `value` as JSON.
 
     Raises:
-        TypeError: something that JSON cannot say; names it and where it is.
+        TypeError: a type that is not supported; names it and its place.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -37,15 +37,15 @@ def encode(value: Any, where: str = "value") -> Any:
         return _encode_mapping(value, where)
     raise TypeError(
         f"{where} is a {type(value).__name__}: a checkpoint holds numbers, strings, booleans, None, lists, tuples, "
-        "dicts and scalar tensors; no other objects, since reading those back would have to run code"
+        "dicts and scalar tensors; other objects are not supported, since loading them would run code"
     )
 
 
 def decode(value: Any, where: str = "value") -> Any:
-    """The inverse of `encode`; lists stay lists.
+    """Return the inverse of `encode`; lists stay lists.
 
     Raises:
-        ValueError: a reserved key beside what `encode` never puts there; says where.
+        ValueError: a reserved key has a value that `encode` never writes; names its place.
     """
     if isinstance(value, list):
         return [decode(item, f"{where}[{i}]") for i, item in enumerate(value)]
@@ -54,14 +54,20 @@ def decode(value: Any, where: str = "value") -> Any:
     for mark in _RESERVED.intersection(value):
         try:
             return _DECODERS[mark](value[mark], where)
-        except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:  # torch's, of a shape
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            OverflowError,
+            RuntimeError,
+        ) as error:  # RuntimeError: a shape in torch
             known = isinstance(error, _Undecodable)
-            raise error if known else _Undecodable(f"{where} is no {mark} as it is saved: {error}") from None
+            raise error if known else _Undecodable(f"{where} is not a valid {mark}: {error}") from None
     return {key: decode(item, f"{where}.{key}") for key, item in value.items()}
 
 
 class _Undecodable(ValueError):
-    """It says where already."""
+    """Error whose message has the place already."""
 
 
 def _decode_tuple(items: list[Any], where: str) -> tuple[Any, ...]:
@@ -77,10 +83,10 @@ def _decode_float(text: str, where: str) -> float:
     return float(_checked(text, str))
 
 
-def _decode_tensor(told: list[Any], where: str) -> torch.Tensor:
-    number, dtype, shape = _checked(told, list)
+def _decode_tensor(parts: list[Any], where: str) -> torch.Tensor:
+    number, dtype, shape = _checked(parts, list)
     if any(size != 1 for size in shape):
-        raise ValueError(f"a checkpoint gives one number the shape {shape}")
+        raise ValueError(f"a tensor with one number has the shape {shape}")
     return torch.full(tuple(shape), decode(number, where), dtype=_dtype(dtype))
 
 
@@ -94,7 +100,7 @@ _DECODERS: dict[str, Callable[[Any, str], Any]] = {
 
 def _checked(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"a {kind.__name__} is needed, not {value!r}")
+        raise TypeError(f"expected a {kind.__name__}, got {value!r}")
     return value
 
 
@@ -107,5 +113,5 @@ def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, _checked(name, str), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a checkpoint names the dtype {name!r}, which this torch does not have")
+        raise ValueError(f"this torch has no dtype {name!r}")
     return dtype

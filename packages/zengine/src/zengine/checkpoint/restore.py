@@ -1,12 +1,12 @@
-"""What a checkpoint gives back to an engine: everything is decoded and proven, on all ranks, before anything changes.
+"""Restore: decode and check everything of a checkpoint on all ranks before anything changes.
 
-Phases: each owner of small state (scaler, schedule, clock, features, loader, random state) checks what is saved and
-returns a commit that is not expected to fail (if it does, the engine is HALF_LOADED); the optimizer's state is staged
-beside what it has; its few numbers are read and looked at; all bytes are proven.  Then the ranks have voted, and
-tensors are filled, then commits are made.
+Each owner of small state (scaler, schedule, clock, features, loader, random state) checks the saved state and returns
+a commit that is not expected to fail; if one does, the engine is HALF_LOADED.  The optimizer's state is staged beside
+the present one, its few numbers are read and checked, and all bytes are verified.  Then the ranks vote, tensors are
+filled, and the commits run.
 
-Rejected: loading each part as it comes and undoing it after an error (a part that cannot undo, as a loader whose
-iteration has ended, is changed by a load that fails; and random state has to come last, when it is too late).
+Rejected: loading each part in turn and undoing it after an error.  A part that cannot undo, such as a loader whose
+iteration has ended, would be changed by a failed load; and random state must come last, when an error is too late.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 
 import zckpt
 import zpartition
-from zengine.checkpoint.consensus import MODEL, GroupPeers, Source, named, small_state
+from zengine.checkpoint.consensus import MODEL, GroupPeers, Source, errors_at, small_state
 from zengine.checkpoint.foreign_state import (
     check_options,
     check_states,
-    options_put_back,
     prepare_schedule,
+    restored_options,
     set_option,
     set_options,
 )
@@ -38,61 +38,58 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zengine")
 
-Commit = Callable[[], object]  # lets one part of a load count
+Commit = Callable[[], object]  # restores one part from its checked state
 
 _MOST_STEPS = 2**53
 OPTIMIZER = "optimizer."  # prefix of tensor names: "optimizer.<state key>.<parameter>"
 
-# For each parameter and state key: dtype, and shape, or None for a number beside the parameter.
+# For each parameter and state key: dtype and shape; the shape is None for a number, such as a step count.
 Kinds = dict[str, dict[str, tuple[torch.dtype, "tuple[int, ...] | None"]]]
 
 
 @attrs.frozen
-class What:
-    """What to restore."""
+class RestoreScope:
+    """Parts of a run to restore, besides the weights."""
 
     optimizer: bool  # its state, hyperparameters, the scaler and the counters
     scheduler: bool
     run: bool  # counters, loader position, random state, features
 
     @classmethod
-    def choose(cls, module_only: bool, optimizer: bool, scheduler: bool) -> What:
-        """From the arguments of `load_checkpoint`."""
+    def choose(cls, module_only: bool, optimizer: bool, scheduler: bool) -> RestoreScope:
+        """Return the scope for the arguments of `load_checkpoint`."""
         return cls(optimizer and not module_only, scheduler and not module_only, not module_only)
 
     @property
     def parts(self) -> frozenset[str]:
-        """In words."""
+        """Return the names of the parts."""
         chosen = {"weights": True, "optimizer": self.optimizer, "schedule": self.scheduler, "counters": self.run}
         return frozenset(part for part, is_chosen in chosen.items() if is_chosen)
 
 
-EVERYTHING = What(optimizer=True, scheduler=True, run=True)
+EVERYTHING = RestoreScope(optimizer=True, scheduler=True, run=True)
 
 
 @attrs.define(eq=False)
 class RestoredState:
-    """Optimizer state on its way in: where to read, and numbers, which are looked at first.
-
-    Numbers are few; the rest is read with the weights.
-    """
+    """Staged optimizer state: shards to read with the weights, and numbers to read and check before."""
 
     shards: list[zpartition.Shard] = attrs.field(factory=list)
-    numbers: list[zpartition.Shard] = attrs.field(factory=list)  # to be read before
-    staged: list[torch.Tensor] = attrs.field(factory=list)  # where each of them goes
-    hand_over: Callable[[], None] = lambda: None  # gives the optimizer what was read
+    numbers: list[zpartition.Shard] = attrs.field(factory=list)  # read first
+    staged: list[torch.Tensor] = attrs.field(factory=list)  # destination of each number
+    hand_over: Callable[[], None] = lambda: None  # gives the optimizer the staged state
     origin: str = "the checkpoint"  # for errors
 
     def add(self, name: str, shard: zpartition.Shard) -> None:
-        """Read into the staged tensor; a number through a tensor of its own, to be looked at first."""
+        """Add a shard to read into its staged tensor; numbers are read into extra tensors and checked first."""
         if shard.global_shape == () and shard.tensor.numel() == 1:
             self.numbers.append(attrs.evolve(shard, name=name, tensor=shard.tensor.clone()))
             self.staged.append(shard.tensor)
         else:
             self.shards.append(attrs.evolve(shard, name=name))
 
-    def take_numbers(self) -> None:
-        """Stage the numbers that were read.
+    def stage_numbers(self) -> None:
+        """Check the numbers that were read, and stage them.
 
         Raises:
             CheckpointStateError: a step count is negative, not finite or too large.
@@ -100,7 +97,9 @@ class RestoredState:
         for number, staged in zip(self.numbers, self.staged):
             if number.name.startswith(f"{OPTIMIZER}step.") and not 0 <= number.tensor.item() <= _MOST_STEPS:
                 value = number.tensor.item()
-                raise zckpt.CheckpointStateError(f"{self.origin}: {number.name} = {value}: a step count is 0 or more")
+                raise zckpt.CheckpointStateError(
+                    f"{self.origin}: {number.name} = {value} is not a step count of 0 or more"
+                )
             staged.copy_(number.tensor)
 
     def commit(self) -> None:
@@ -112,44 +111,44 @@ class RestoredState:
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A checkpoint's small state, decoded and checked, and the optimizer's, staged."""
+    """Checked small state of a checkpoint, and staged optimizer state."""
 
     state: RestoredState
-    commits: tuple[Commit, ...]  # in the order in which they count
+    commits: tuple[Commit, ...]  # in order
 
     def commit(self) -> None:
-        """Let everything of it count."""
+        """Run all commits."""
         for commit in self.commits:
             commit()
 
 
-def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, what: What) -> Prepared:
-    """Decode all that is restored beside tensors, and stage the optimizer's state; nothing of the engine changes.
+def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, scope: RestoreScope) -> Prepared:
+    """Decode and check the small state, and stage the optimizer's; the engine does not change.
 
     Raises:
-        CheckpointStateError: a value is damaged, or is refused by whoever it belongs to; says file and key.
+        CheckpointStateError: a value is damaged, or its owner rejects it; names file and key.
     """
     objects, parts = small_state(checkpoint), run.parts
     commits: list[Commit] = []
     state = RestoredState()
-    if what.optimizer:
+    if scope.optimizer:
         commits += _scaler(run, objects)
-    if what.scheduler and objects.member("scheduler").member("kind").value == type(parts.scheduler).__name__:
+    if scope.scheduler and objects.member("scheduler").member("kind").value == type(parts.scheduler).__name__:
         member = objects.member("scheduler").member("state")
-        commits.append(_taken(functools.partial(prepare_schedule, parts.scheduler, run.optimizer), member))
-    if what.optimizer and run.optimizer is not None:
+        commits.append(_prepare_part(functools.partial(prepare_schedule, parts.scheduler, run.optimizer), member))
+    if scope.optimizer and run.optimizer is not None:
         options, state = _optimizer(run, run.optimizer, checkpoint)
         commits += [options, state.commit]
-    elif what.scheduler and run.optimizer is not None and parts.client_scheduler is not None:
-        commits.append(functools.partial(_follow, run.optimizer, parts.client_scheduler))
-    if what.run:
+    elif scope.scheduler and run.optimizer is not None and parts.client_scheduler is not None:
+        commits.append(functools.partial(_set_rates, run.optimizer, parts.client_scheduler))
+    if scope.run:
         commits += _run_state(run, features, checkpoint, objects)
     return Prepared(state, tuple(commits))
 
 
-def _taken(prepare: Callable[[Any], Commit], node: zckpt.Node) -> Commit:
-    """Return what the owner of a value makes of it; whatever it has against it names the place."""
-    with named(node):
+def _prepare_part(prepare: Callable[[Any], Commit], node: zckpt.Node) -> Commit:
+    """Return the commit of the owner of a value; its errors name file and key."""
+    with errors_at(node):
         return prepare(decode(node.value, node.where))
 
 
@@ -157,31 +156,31 @@ def _scaler(run: Run, objects: zckpt.Node) -> Iterator[Commit]:
     saved, scaler = objects.member("scaler"), run.parts.scaler
     kind = saved.member("kind").text()
     if kind == type(scaler).__name__:
-        yield _taken(scaler.prepare_load, saved.member("state"))
+        yield _prepare_part(scaler.prepare_load, saved.member("state"))
         return
     log.warning(
-        "the checkpoint was trained with %s, this engine has %s: the loss scale starts afresh",
+        "the checkpoint was trained with %s, this engine has %s: the loss scale starts from its initial value",
         kind,
         type(scaler).__name__,
     )
 
 
 def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -> tuple[Commit, RestoredState]:
-    """Return what sets the options, and the state staged as the checkpoint has it.
+    """Return the commit of the options, and the staged state.
 
-    While it is staged the options are in place: they say which state the optimizer will ask for.
+    The saved options are set while it is staged, since they decide which state the optimizer needs.
     """
     objects = small_state(checkpoint)
     node = objects.member("optimizer").member("groups")
-    with named(node):
+    with errors_at(node):
         options = [decode(group.value, group.where) for group in node.items()]
         check_options(optimizer, options, complete="imported" not in objects.members())
-    kinds = _following(_state_kinds(checkpoint), checkpoint, run)
-    _say_untrained(run, frozenset(kinds))
-    with options_put_back(optimizer):
+    kinds = _follow_masters(_state_kinds(checkpoint), checkpoint, run)
+    _warn_missing_states(run, frozenset(kinds))
+    with restored_options(optimizer):
         set_options(optimizer, options)
         staged = zpartition.make_state(optimizer, run.parts.partition.holders, lambda name: kinds.get(name, {}))
-        with named(node):
+        with errors_at(node):
             check_states(optimizer, staged)
     restored = RestoredState(hand_over=staged.hand_over, origin=checkpoint.origin)
     for key, shard in staged.shards():
@@ -190,7 +189,7 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -
     return functools.partial(set_options, optimizer, options), restored
 
 
-def _follow(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+def _set_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     """Set each group's lr from the restored schedule."""
     for group, lr in zip(optimizer.param_groups, schedule.get_last_lr()):
         set_option(group, "lr", lr)
@@ -199,51 +198,47 @@ def _follow(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
 def _run_state(
     run: Run, features: Sequence[SavedFeature], checkpoint: Source, objects: zckpt.Node
 ) -> Iterator[Commit]:
-    """Counters, features, the loader's position, random state."""
-    yield _taken(run.clock.prepare_load, objects.member("clock"))
+    """Yield the commits of counters, features, the loader's position and random state."""
+    yield _prepare_part(run.clock.prepare_load, objects.member("clock"))
     yield functools.partial(run.parts.telemetry.load_state_dict, {})
     saved = objects.member("features").members()
     for feature in features:
         if feature.name in saved:
-            yield _taken(feature.prepare_load, saved[feature.name])
-    mine = _rank_state(run, checkpoint)
-    position = mine.member("loader", None)
+            yield _prepare_part(feature.prepare_load, saved[feature.name])
+    own = _rank_state(run, checkpoint)
+    position = own.member("loader", None)
     if run.parts.loader is not None and position.value is not None:
-        yield _taken(run.parts.loader.prepare_load, position)
-    yield from _random_state(run, checkpoint, mine)
+        yield _prepare_part(run.parts.loader.prepare_load, position)
+    yield from _random_state(run, checkpoint, own)
 
 
-def _say_untrained(run: Run, saved: frozenset[str]) -> None:
-    """Warn of states that nobody takes, and of weights that begin without one."""
+def _warn_missing_states(run: Run, saved: frozenset[str]) -> None:
+    """Warn about saved states that are not used, and weights that start without one."""
     partition = run.parts.partition
     fresh = sorted(partition.layout.names - saved) if saved else []
     if fresh and partition.rank == 0:
         log.warning(
-            "the checkpoint has no optimizer state of %s (%d parameters in all): it starts afresh, beside that of "
+            "the checkpoint has no optimizer state of %s (%d parameters in all): it starts from zero, unlike that of "
             "the others",
             fresh[0],
             len(fresh),
         )
-    here = (
-        saved & frozenset(partition.names()) if partition.pipeline_stages.size > 1 else saved
-    )  # others are other stages'
+    # in a pipeline the states of other stages belong to other ranks
+    here = saved & frozenset(partition.names()) if partition.pipeline_stages.size > 1 else saved
     left = sorted(here - partition.layout.names)
     if left and partition.rank == 0:
         log.warning(
             "the checkpoint has optimizer state of %s (%d parameters in all), which this engine does not train: it "
-            "is not read. If the run goes on to train them, unfreeze them (requires_grad_(True)) before "
-            "load_checkpoint()",
+            "is not loaded. To train them, unfreeze them (requires_grad_(True)) before load_checkpoint()",
             left[0],
             len(left),
         )
 
 
-def _following(kinds: Kinds, checkpoint: Source, run: Run) -> Kinds:
-    """States that were kept in the dtype of the masters are again, whatever that is now.
+def _follow_masters(kinds: Kinds, checkpoint: Source, run: Run) -> Kinds:
+    """Return `kinds` with the masters' present dtype for states that were saved in the masters' dtype.
 
-    torch's optimizers need it so, and their own load_state_dict does it.  One that has formats of its own
-    (`load_portable_state`) is given the numbers as they were saved, and encodes them.
-    """
+    torch's optimizers need that, and their load_state_dict does the same.  An optimizer with its own formats\n    (`load_portable_state`) gets the values as saved, and encodes them.\n    """
     if hasattr(run.optimizer, "load_portable_state"):
         return kinds
     saved = {name.removeprefix(MODEL): entry.dtype for name, entry in checkpoint.manifest.tensors.items()}
@@ -259,7 +254,7 @@ def _following(kinds: Kinds, checkpoint: Source, run: Run) -> Kinds:
 
 
 def _state_kinds(checkpoint: Source) -> Kinds:
-    """For each parameter, its state keys with dtype and shape, None for the shape of a scalar."""
+    """Return the state keys of each parameter with dtype and shape; None for the shape of a scalar."""
     tensors = checkpoint.manifest.tensors
     shapes = {name.removeprefix(MODEL): tuple(e.shape) for name, e in tensors.items() if name.startswith(MODEL)}
     entries = [
@@ -267,7 +262,7 @@ def _state_kinds(checkpoint: Source) -> Kinds:
         for name, entry in tensors.items()
         if name.startswith(OPTIMIZER)
     ]
-    # Scalars such as step counts have shape (). For a parameter of shape () they cannot be told from its moments.
+    # Scalars such as step counts have shape (), as do the moments of a parameter of shape ().
     counters = {key for key, param, entry in entries if tuple(entry.shape) == () and shapes.get(param, ()) != ()}
     kinds: Kinds = {}
     for key, param, entry in entries:
@@ -278,56 +273,55 @@ def _state_kinds(checkpoint: Source) -> Kinds:
 
 
 def _rank_state(run: Run, checkpoint: Source) -> zckpt.Node:
-    """Return what this rank saved; one that the saved run did not have takes rank 0's, whose position is
-    everybody's."""
+    """Return the state that this rank saved; a rank that the saved run did not have uses rank 0's."""
     rank = GroupPeers.of(run).rank
     saved_by = rank if rank < checkpoint.manifest.world_size else 0
     where = f"{checkpoint.origin}: rank_objects[{saved_by}]"
     return zckpt.Node(checkpoint.rank_objects(saved_by), where, zckpt.CheckpointStateError)
 
 
-def _random_state(run: Run, checkpoint: Source, mine: zckpt.Node) -> Iterator[Commit]:
-    """Random state.  A checkpoint that was imported from another engine has none, nor a position, and says so.
+def _random_state(run: Run, checkpoint: Source, own: zckpt.Node) -> Iterator[Commit]:
+    """Yield the commit of the random state, if this rank uses the saved one; warn otherwise.
 
-    Ranks that shared a copy of the model drew alike; where they are replicas now they must not, so each goes on with
-    the state that it has.
+    A checkpoint that was imported from another engine has none.  Ranks of one replica had equal states; under another
+    split they may be different replicas, so each keeps its present state.
     """
-    peers, saved_world, saved = GroupPeers.of(run), checkpoint.manifest.world_size, mine.member("rng", None)
+    peers, saved_world, saved = GroupPeers.of(run), checkpoint.manifest.world_size, own.member("rng", None)
     if saved.value is None:
         if peers.rank == 0:
             log.warning(
                 "checkpoint %s was imported: it has no random states and no position of the data loader; "
-                "both start afresh",
+                "both start new",
                 checkpoint.path,
             )
         return
-    with named(saved):
-        put_back = zckpt.rng.prepare(saved.value)
-    is_split_alike = _copies_split(small_state(checkpoint)) == _copies_split_here(run)
-    if peers.rank < saved_world and is_split_alike:
-        yield functools.partial(_tell_what_is_left, put_back)
-    if (saved_world != peers.world_size or not is_split_alike) and peers.rank == 0:
+    with errors_at(saved):
+        restore = zckpt.rng.prepare(saved.value)
+    is_same_split = _saved_model_degrees(small_state(checkpoint)) == _model_degrees(run)
+    if peers.rank < saved_world and is_same_split:
+        yield functools.partial(_restore_random_state, restore)
+    if (saved_world != peers.world_size or not is_same_split) and peers.rank == 0:
         log.warning(
             "checkpoint %s was saved by %d ranks%s and is loaded by %d: weights, optimizer and the order of data "
             "continue exactly; random numbers (dropout) do not repeat those of the saved run",
             checkpoint.path,
             saved_world,
-            "" if is_split_alike else ", which split the model in another way,",
+            "" if is_same_split else ", which split the model differently,",
             peers.world_size,
         )
 
 
-def _tell_what_is_left(put_back: Callable[[], tuple[str, ...]]) -> None:
-    for note in put_back():
+def _restore_random_state(restore: Callable[[], tuple[str, ...]]) -> None:
+    for note in restore():
         log.warning("%s", note)
 
 
-def _copies_split(objects: zckpt.Node) -> tuple[int, ...]:
-    """Ranks that worked on the same samples, by axis."""
+def _saved_model_degrees(objects: zckpt.Node) -> tuple[int, ...]:
+    """Return the saved degrees of the axes whose ranks share samples."""
     degrees = objects.member("degrees", {}).members()
     return tuple(degrees[axis].integer(1) if axis in degrees else 1 for axis in MODEL_AXES)
 
 
-def _copies_split_here(run: Run) -> tuple[int, ...]:
+def _model_degrees(run: Run) -> tuple[int, ...]:
     degrees = attrs.asdict(run.plan.parallel.degrees)
     return tuple(degrees.get(axis, 1) for axis in MODEL_AXES)

@@ -1,13 +1,12 @@
-"""An engine to disk and back.
+"""Save and load of an engine.
 
-What is saved: weights (the masters, where there are any), optimizer state, both under logical names with global
-addresses, so that any world size and any stage can read them; and as JSON the counters, the optimizer's
+A checkpoint has the weights (the masters, if there are any) and the optimizer state, both under logical names with
+global addresses, so that any world size and stage can read them.  As JSON it has the counters, the optimizer's
 hyperparameters, schedule, scaler, features, the caller's `client_state`, and each rank's random state and loader
-position.  Restoring all of it makes the continued run bit-identical to the uninterrupted one at the same world size.
-At another one the order of data continues at the same sample, and each rank keeps the random state it started
-with, which is said.
+position.  A run that restores all of it at the same world size is bit-identical to the uninterrupted run.  At another
+world size the order of data continues at the same sample; each rank keeps its present random state, with a warning.
 
-Gradients are not saved: a checkpoint is taken between steps, and a save in the middle of accumulation is refused.
+Gradients are not saved: a checkpoint is taken between steps, and a save during accumulation raises.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from zengine.checkpoint.consensus import (
     MODEL,
     GroupPeers,
     Source,
+    check_kinds,
+    check_names,
     common_tag,
-    compare_kinds,
-    compare_names,
+    errors_at,
     find,
-    named,
     on_every_rank,
     optimizer_kind,
     require_run,
-    say_rounded,
     small_state,
+    warn_rounded,
 )
 from zengine.checkpoint.export import tied_names
-from zengine.checkpoint.foreign_state import travelling_options
+from zengine.checkpoint.foreign_state import saved_options
 from zengine.checkpoint.jsonable import decode, encode
-from zengine.checkpoint.restore import EVERYTHING, OPTIMIZER, What, prepare
+from zengine.checkpoint.restore import EVERYTHING, OPTIMIZER, RestoreScope, prepare
 from zengine.checkpoint.saver import Content, Saver
 from zengine.engine.clock import Phase
 
@@ -57,7 +56,7 @@ NOTHING_LOADED = "nothing was loaded"
 @final
 @attrs.frozen(eq=False)
 class Checkpoints:
-    """The engine's `checkpoints` slot: saves and restores runs, with weights in other formats beside them."""
+    """The engine's `checkpoints` slot: saves and restores runs, and loads weights in other formats."""
 
     saver: Saver
 
@@ -72,13 +71,13 @@ class Checkpoints:
         latest: bool,
         trained_only: bool,
     ) -> str:
-        """See `Engine.save_checkpoint`.  trained_only: frozen parameters are left out."""
+        """See `Engine.save_checkpoint`.  trained_only: omit frozen parameters."""
         clock = run.clock
         clock.require_open("save_checkpoint")
         if not clock.is_between_steps:
             raise ValueError(
                 f"save_checkpoint() is legal between steps; micro-step {clock.index + 1} of {clock.accumulation} of "
-                f"step {clock.steps} is under way (phase {clock.phase.value}): its gradients would be lost. Save "
+                f"step {clock.steps} is running (phase {clock.phase.value}): its gradients would be lost. Save "
                 "after a step() that returned a report."
             )
         peers = GroupPeers.of(run)
@@ -91,7 +90,7 @@ class Checkpoints:
         objects, rank_objects = on_every_rank(
             lambda: (_objects(run, features, client_state), _rank_objects(run)), peers
         )
-        objects["features"] = peers.exchange(objects["features"])[0]  # counts of ranks may differ
+        objects["features"] = peers.exchange(objects["features"])[0]  # rank 0's: counts may differ between ranks
         objects["left_out"] = sorted(left_out)
         objects["tied"] = tied_names(run)
         telemetry = run.parts.telemetry
@@ -120,16 +119,16 @@ class Checkpoints:
     ) -> tuple[str, dict[str, Any]]:
         """See `Engine.load_checkpoint`.
 
-        Phases: find (all ranks the same one), compare names and kinds, decode and check everything, fill tensors,
-        commit the rest, publish.
+        Phases: find the same checkpoint on all ranks, compare names and kinds, decode and check everything, fill
+        tensors, commit the rest, publish.
         """
         run.clock.require_loadable("load_checkpoint")
         self.saver.wait()
-        peers, what = GroupPeers.of(run), What.choose(module_only, optimizer, scheduler)
-        return _load(run, features, find(root, tag, peers), what, strict=strict)
+        peers, scope = GroupPeers.of(run), RestoreScope.choose(module_only, optimizer, scheduler)
+        return _load(run, features, find(root, tag, peers), scope, strict=strict)
 
     def restore_from_memory(self, run: Run, features: Sequence[SavedFeature]) -> dict[str, Any]:
-        """See `Engine.restore_from_memory`.  With the same stage and world as at the save."""
+        """See `Engine.restore_from_memory`."""
         run.clock.require_loadable("restore_from_memory")
         return _load(run, features, self.saver.newest(GroupPeers.of(run)), EVERYTHING, strict=True)[1]
 
@@ -146,7 +145,7 @@ class Checkpoints:
         return weights.load_state_dict(run, state_dict, strict=strict)
 
     def check(self) -> None:
-        """Raise the error of a background save that has failed, on all ranks together; never waits for a disk."""
+        """Raise the error of a failed background save on all ranks together; never waits for a disk."""
         self.saver.check()
 
     def wait(self) -> None:
@@ -154,26 +153,26 @@ class Checkpoints:
         self.saver.wait()
 
     def close(self) -> None:
-        """Wait for the background save, and free its memory."""
+        """Wait for the background save and free its memory."""
         self.saver.close()
 
 
 def _load(
-    run: Run, features: Sequence[SavedFeature], checkpoint: Source, what: What, *, strict: bool
+    run: Run, features: Sequence[SavedFeature], checkpoint: Source, scope: RestoreScope, *, strict: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Decode and check everything on all ranks, touching nothing; then fill tensors, then commit the rest."""
+    """Decode and check everything on all ranks without changes; then fill tensors, and commit the rest."""
     partition, names, peers = run.parts.partition, frozenset(checkpoint.names()), GroupPeers.of(run)
-    left_out, client_state = on_every_rank(lambda: _checked(run, checkpoint, what), peers, NOTHING_LOADED)
-    compare_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
+    left_out, client_state = on_every_rank(lambda: _checked(run, checkpoint, scope), peers, NOTHING_LOADED)
+    check_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
     partition.admit_unfrozen()
-    wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
-    say_rounded(wanted, checkpoint, peers.rank)
-    prepared = on_every_rank(lambda: prepare(run, features, checkpoint, what), peers, NOTHING_LOADED)
+    wanted = [shard for shard in _with_prefix(partition.shards_to_fill()) if shard.name in names]
+    warn_rounded(wanted, checkpoint, peers.rank)
+    prepared = on_every_rank(lambda: prepare(run, features, checkpoint, scope), peers, NOTHING_LOADED)
     checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
-    on_every_rank(prepared.state.take_numbers, peers, NOTHING_LOADED)
+    on_every_rank(prepared.state.stage_numbers, peers, NOTHING_LOADED)
     everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "ignore", verify="first", cast=True)
     fill = checkpoint.prepare_read(everything, peers)
-    with run.clock.loading(f"the load of checkpoint {checkpoint.path}", what.parts, is_whole=strict):
+    with run.clock.loading(f"the load of checkpoint {checkpoint.path}", scope.parts, is_whole=strict):
         partition.zero_grad()
         fill()
         del fill, everything  # staged tensors are freed one by one as the optimizer adopts them
@@ -184,32 +183,32 @@ def _load(
     return str(checkpoint.path), client_state
 
 
-def _checked(run: Run, checkpoint: Source, what: What) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return what is not compared, and the caller's state; after kinds were found to be this engine's."""
+def _checked(run: Run, checkpoint: Source, scope: RestoreScope) -> tuple[frozenset[str], dict[str, Any]]:
+    """Check the kinds; return the names that were not saved and need not match, and the caller's state."""
     objects = small_state(checkpoint)
-    if what.run:
+    if scope.run:
         require_run(checkpoint)
     left_out = frozenset(MODEL + name.text() for name in objects.member("left_out", []).items())
-    compare_kinds(run, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
+    check_kinds(run, checkpoint, optimizer=scope.optimizer, scheduler=scope.scheduler)
     client_state = objects.member("client_state", {})
     client_state.members()
-    with named(client_state):
+    with errors_at(client_state):
         return left_out, decode(client_state.value, client_state.where)
 
 
-# -- what is saved -------------------------------------------------------------------------------
+# -- content of a checkpoint ---------------------------------------------------------------------
 
 
 def _shards(run: Run, left_out: frozenset[str]) -> Iterator[zckpt.ShardLike]:
     partition = run.parts.partition
-    yield from _named(shard for shard in partition.shards() if shard.name not in left_out)
+    yield from _with_prefix(shard for shard in partition.shards() if shard.name not in left_out)
     if run.optimizer is not None:
         for key, shard in zpartition.state_shards(run.optimizer, partition.holders):
             yield attrs.evolve(shard, name=f"{OPTIMIZER}{key}.{shard.name}")
 
 
-def _named(shards: Iterable[Any]) -> Iterator[Any]:
-    """With the names that weights have in a checkpoint."""
+def _with_prefix(shards: Iterable[Any]) -> Iterator[Any]:
+    """Yield shards with the names that weights have in a checkpoint."""
     for shard in shards:
         yield attrs.evolve(shard, name=MODEL + shard.name)
 
@@ -233,7 +232,7 @@ def _objects(run: Run, features: Sequence[SavedFeature], client_state: Mapping[s
 
 
 def _metrics(client_state: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of client_state["metrics"], by which checkpoint.keep.best judges; a NaN is no number."""
+    """Return the finite numbers of client_state["metrics"], which checkpoint.keep.best compares."""
     given = client_state.get("metrics")
     values = given.items() if isinstance(given, Mapping) else ()
     is_number = (int, float, torch.Tensor)
@@ -242,10 +241,8 @@ def _metrics(client_state: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its kind, and the hyperparameters of each group."""
-    groups = [
-        encode(options, f"optimizer group {index}") for index, options in enumerate(travelling_options(optimizer))
-    ]
+    """Return the optimizer's kind and the hyperparameters of each group."""
+    groups = [encode(options, f"optimizer group {index}") for index, options in enumerate(saved_options(optimizer))]
     return {"kind": optimizer_kind(optimizer), "groups": groups}
 
 

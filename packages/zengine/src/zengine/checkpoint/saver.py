@@ -1,8 +1,8 @@
-"""How a checkpoint gets to disk: while the caller waits, or behind his back.
+"""Writers of checkpoints: synchronously, or in the background.
 
-In the background the loop is blocked for a copy of this rank's tensors; a thread writes and votes with the other
-ranks' threads over a group of its own.  What went wrong then is raised where all ranks can be told together: at the
-next step's boundary once every rank's thread has ended, at the next save or load, and at close.
+A background save blocks the loop while this rank's tensors are copied; then a thread writes, and votes with the
+threads of other ranks over its own group.  Its errors are raised on all ranks together: at the next boundary after
+every rank's thread has ended, at the next save or load, and at close.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import attrs
 if TYPE_CHECKING:
     import zckpt
 
-__all__ = ["Content", "SaveBehind", "SaveNow", "Saver"]
+__all__ = ["BackgroundSaver", "BlockingSaver", "Content", "Saver"]
 
 
 @attrs.frozen
 class Content:
-    """What is saved, as zckpt.save takes it."""
+    """Content of a checkpoint, as zckpt.save takes it."""
 
     shards: Iterable[zckpt.ShardLike]
     objects: Mapping[str, Any]
@@ -32,33 +32,33 @@ class Content:
     keep: zckpt.RetentionPolicy
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments."""
+        """Return the keyword arguments of zckpt.save."""
         return {**attrs.asdict(self, recurse=False), "overwrite": True}
 
 
 class Saver(Protocol):
-    """Takes checkpoints to disk."""
+    """Writes checkpoints."""
 
     def save(self, root: str, tag: str, content: Content, peers: zckpt.Peers) -> str:
-        """The checkpoint's folder; all ranks call."""
+        """Save; return the checkpoint's folder.  All ranks call."""
 
     def check(self) -> None:
-        """Raise what a save behind the caller's back has died of, on all ranks together; never waits for a disk."""
+        """Raise the error of a failed background save on all ranks together; never waits for a disk."""
 
     def wait(self) -> None:
-        """Until no save is under way; raises what the last one died of."""
+        """Wait until no save is running; raise the error of the last one."""
 
     def newest(self, peers: zckpt.Peers) -> zckpt.MemoryCheckpoint:
-        """The copy that the newest save has made in memory; ValueError if there is none.  All ranks call."""
+        """Return the newest save's copy in memory; raise ValueError if there is none.  All ranks call."""
 
     def close(self) -> None:
-        """Wait, and free what is held."""
+        """Wait, and free the copies."""
 
 
 @final
 @attrs.frozen(eq=False)
-class SaveNow:
-    """Returns when everything is durable."""
+class BlockingSaver:
+    """Saver that returns when the checkpoint is durable."""
 
     write: Callable[..., Path]  # zckpt.save
 
@@ -71,7 +71,7 @@ class SaveNow:
 
     def newest(self, peers: zckpt.Peers) -> zckpt.MemoryCheckpoint:
         raise ValueError(
-            "restore_from_memory() needs the copy of a background save, and saves of this engine keep none: write "
+            "restore_from_memory() needs the copy of a background save, and saves of this engine keep none: set "
             '"checkpoint": {"async_save": true}, or use load_checkpoint()'
         )
 
@@ -80,14 +80,14 @@ class SaveNow:
 
 @final
 @attrs.define(eq=False)
-class SaveBehind:
-    """Returns when a copy is made.
+class BackgroundSaver:
+    """Saver that returns when a copy in memory is made.
 
     Invariant: `pending` is the same save on all ranks, or None on all.
     """
 
     saver: zckpt.AsyncSaver
-    agree: Callable[[bool], bool]  # whether it is True on all ranks
+    agree: Callable[[bool], bool]  # returns True if the value is True on all ranks
     pending: zckpt.SaveHandle | None = None
 
     def save(self, root: str, tag: str, content: Content, peers: zckpt.Peers) -> str:
@@ -106,7 +106,7 @@ class SaveBehind:
 
     def newest(self, peers: zckpt.Peers) -> zckpt.MemoryCheckpoint:
         if self.saver.newest is None:
-            raise ValueError("restore_from_memory() needs a save_checkpoint() before it, and there was none")
+            raise ValueError("restore_from_memory() needs an earlier save_checkpoint(), and there was none")
         return self.saver.newest.checkpoint(peers)
 
     def close(self) -> None:

@@ -1,12 +1,11 @@
-"""Files of weights written tensor by tensor: `.safetensors`, and what torch.load reads (`.bin`, `.pt`).
+"""Weight files written tensor by tensor: `.safetensors`, and torch.save's format (`.bin`, `.pt`).
 
-Problem.  torch.save and safetensors want the whole state dict in memory; a model that is trained because it does not
-fit cannot be exported that way.
+Problem.  torch.save and safetensors need the whole state dict in memory, which a model that is trained sharded may
+not fit.
 
-Design.  Names, shapes and dtypes are known before the first value is, so the header is written first: for safetensors
-its JSON, for torch the little pickle that a state dict becomes (a dict of calls of `_rebuild_tensor_v2`, put together
-from opcodes here).  Values follow one at a time, and each is forgotten once it is written.  The file appears under
-its name when it is whole.
+Design.  Names, shapes and dtypes are known before the values, so the header is written first: JSON for safetensors,
+and for torch the small pickle of a state dict (a dict of calls of `_rebuild_tensor_v2`, assembled from opcodes here).
+Values follow one at a time, and each is freed after it is written.  The complete file is renamed to its name.
 
 Rejected: torch.serialization.skip_data, which leaves holes with the checksums of zeros.
 """
@@ -30,7 +29,7 @@ from torch import Tensor
 __all__ = ["Entry", "write_weights"]
 
 _CHUNK_NBYTES = 1 << 24  # written at once
-_ALIGNMENT = 64  # of the values in torch's files, for those who map them
+_ALIGNMENT = 64  # of the values in torch's files, for mmap
 
 # dtype -> (its name in safetensors, the storage class of torch's files)
 _DTYPES = {
@@ -49,9 +48,9 @@ _DTYPES = {
 
 @attrs.frozen
 class Entry:
-    """One tensor to be written, under all the names that it has."""
+    """Tensor to write, with all its names."""
 
-    names: tuple[str, ...]  # more than one where weights are tied
+    names: tuple[str, ...]  # several for tied weights
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -70,32 +69,33 @@ def write_weights(
     values: Iterable[Tensor],
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write the file that `path` names: safetensors by that ending, torch's format by any other.
+    """Write `path`: safetensors by that suffix, torch's format otherwise.
 
-    values: a tensor for each entry, in order, of its shape and dtype; taken one at a time.
-    A tied weight has all of its names in torch's files; in safetensors its first alone, and the others are in the
-    header, where safetensors.torch.save_model puts them.
-    tied: what the header of safetensors says besides, of names that are written with values of their own.
+    values: a tensor for each entry, in order, of its shape and dtype; consumed one at a time.
+    A tied weight has all its names in torch's files; safetensors has its first name, and the others in the header, as
+    safetensors.torch.save_model does.
+    tied: further aliases for the header of safetensors, of names that have their own values in the file.
 
-    Raises TypeError, before anything is written, for a dtype that the format has no word for.
+    Raises:
+        TypeError: a dtype that the format does not support; nothing is written.
     """
     for entry in entries:
         if entry.dtype not in _DTYPES:
             raise TypeError(f"{entry.names[0]} is {entry.dtype}, which {Path(path).name} cannot hold")
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    making = final.with_name(f".tmp-{final.name}")
+    temporary = final.with_name(f".tmp-{final.name}")
     try:
-        with open(making, "wb") as file:
+        with open(temporary, "wb") as file:
             if final.suffix == ".safetensors":
                 _write_safetensors(file, entries, iter(values), tied)
             else:
                 _write_torch(file, entries, iter(values))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(making, final)
+        os.replace(temporary, final)
     finally:
-        making.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _write_safetensors(
@@ -131,9 +131,9 @@ def _store(archive: zipfile.ZipFile, file: IO[bytes], name: str, content: bytes)
 
 
 def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str) -> IO[bytes]:
-    """A file of the archive whose content begins at a multiple of 64 bytes."""
+    """Open a file of the archive whose content begins at a multiple of 64 bytes."""
     info = zipfile.ZipInfo(f"archive/{name}")
-    zip64_nbytes = 20  # of the extra field that force_zip64 puts into the local header
+    zip64_nbytes = 20  # the extra field of force_zip64 in the local header
     begin = file.tell() + 30 + len(info.filename) + zip64_nbytes + 4
     padding = -begin % _ALIGNMENT
     info.extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
@@ -143,7 +143,7 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str) -> IO[bytes]:
 def _write_bytes(write: Callable[[memoryview], object], entry: Entry, value: Tensor) -> None:
     if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
         raise ValueError(
-            f"{entry.names[0]} was to be {entry.dtype} {entry.shape}, and is {value.dtype} {tuple(value.shape)}"
+            f"expected {entry.names[0]} as {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}"
         )
     flat = value.detach().cpu().contiguous().reshape(-1)
     data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
@@ -152,11 +152,11 @@ def _write_bytes(write: Callable[[memoryview], object], entry: Entry, value: Ten
         write(raw[start : start + _CHUNK_NBYTES])
 
 
-# -- what torch's files call data.pkl ------------------------------------------------------------
+# -- data.pkl of torch's files -------------------------------------------------------------------
 
 
 class _Op:
-    """The opcodes that a state dict needs: a dozen, of which torch.load(weights_only=True) admits every one."""
+    """Pickle opcodes of a state dict; torch.load(weights_only=True) accepts all of them."""
 
     PROTO = b"\x80"
     GLOBAL = b"c"
@@ -173,7 +173,7 @@ class _Op:
 
 
 def _pickled(entries: Sequence[Entry]) -> bytes:
-    """An OrderedDict of tensors, as torch.save pickles it; tied names share a storage."""
+    """Return the pickle of an OrderedDict of tensors, as torch.save writes it; tied names share a storage."""
     ordered = _global("collections", "OrderedDict")
     parts = [_Op.PROTO + b"\x02", ordered, _Op.EMPTY_TUPLE, _Op.REDUCE, _Op.MARK]
     for index, entry in enumerate(entries):
@@ -209,7 +209,7 @@ def _numbers(values: Sequence[int]) -> bytes:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -1,4 +1,4 @@
-"""Weights in and out of a module that may be sharded or split: files of others, and state dicts.
+"""Weights of a sharded or split module: loading from weight files, and state dicts.
 
 Files are checked on all ranks first; then each rank reads its own part.
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 import zpartition
 from zengine.checkpoint.consensus import GroupPeers, on_every_rank
-from zengine.checkpoint.huggingface import Named, as_module_has_them
+from zengine.checkpoint.huggingface import Named, to_module_names
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run
@@ -25,16 +25,16 @@ _NOTHING = "nothing was loaded"
 
 
 def load_weights(run: Run, path: str | os.PathLike[str], *, strict: bool, like: nn.Module | None) -> None:
-    """See `Engine.load_weights`.  An error after the first tensor was touched leaves the engine HALF_LOADED."""
+    """See `Engine.load_weights`.  An error after the first tensor has changed leaves the engine HALF_LOADED."""
     from zckpt.interchange import read_weights
 
     run.clock.require_loadable("load_weights")
     peers = GroupPeers.of(run)
     with ExitStack() as stack:
 
-        def opened() -> Named:
+        def open_weights() -> Named:
             given = stack.enter_context(read_weights(path))
-            return as_module_has_them(given, *_told(run.parts.partition, like))
+            return to_module_names(given, *_shapes_of(run.parts.partition, like))
 
         @contextmanager
         def fill_context() -> Iterator[None]:
@@ -42,11 +42,11 @@ def load_weights(run: Run, path: str | os.PathLike[str], *, strict: bool, like: 
             failures: list[Exception] = []
             try:
                 yield
-            except Exception as error:  # whatever it is: the others wait for word of it
+            except Exception as error:  # of any class: the other ranks wait for the outcome
                 failures.append(error)
             on_every_rank(lambda: _raise(failures), peers, "the load was not completed")
 
-        weights = on_every_rank(opened, peers, _NOTHING)
+        weights = on_every_rank(open_weights, peers, _NOTHING)
         zpartition.load_slices(run.parts.partition, weights, strict=strict, fill_context=fill_context)
 
 
@@ -56,9 +56,8 @@ def state_dict(run: Run, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return run.module.state_dict(*args, **kwargs)
     if args or kwargs:
         raise TypeError(
-            "engine.state_dict() of a model that is split over ranks makes the whole one and takes no "
-            "arguments; rename or filter what it returns, or call engine.module.state_dict() for this "
-            "rank's part"
+            "engine.state_dict() of a model that is split over ranks returns the whole state dict and takes no "
+            "arguments; rename or filter its result, or call engine.module.state_dict() for this rank's part"
         )
     return zpartition.whole_state_dict(run.module)
 
@@ -81,8 +80,10 @@ def _raise(failures: list[Exception]) -> None:
         raise failure
 
 
-def _told(partition: zpartition.Partition, like: nn.Module | None) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """The model that folders are of, and its shapes by every name; parameters that are shared have several."""
+def _shapes_of(
+    partition: zpartition.Partition, like: nn.Module | None
+) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """Return the model that the folder contains, and its full shapes by every name of each tensor."""
     if like is not None:
         return like, {name: tuple(tensor.shape) for name, tensor in like.state_dict().items()}
     known = partition.shapes()

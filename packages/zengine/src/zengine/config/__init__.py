@@ -24,7 +24,7 @@ from zengine.config.plan.resolve import resolve
 from zengine.config.plan.rules import violations
 from zengine.config.plan.telemetry import TelemetryPlan
 from zengine.config.reading.load import Config, load
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 
 __all__ = [
     "BatchPlan",
@@ -47,4 +47,4 @@ __all__ = [
 # Each monitor's plan is its section of the config: plan.telemetry.csv_monitor, .wandb, ...
 RENAMED = {"MonitorPlan": "zengine.config.TelemetryPlan"}
 
-__getattr__ = importing(__name__, {}, RENAMED)
+__getattr__ = lazy_attributes(__name__, {}, RENAMED)

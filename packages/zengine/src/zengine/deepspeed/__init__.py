@@ -8,7 +8,6 @@ Scripts that cannot be edited run under `python -m zengine.as_deepspeed`.
 from __future__ import annotations
 
 from zengine.as_deepspeed import API_VERSION
-from zengine.build.config_source import add_config_arguments
 from zengine.config import ConfigError as DeepSpeedConfigError
 from zengine.deepspeed import (
     checkpoint,
@@ -40,6 +39,7 @@ from zengine.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, Dee
 from zengine.deepspeed.start import initialize, tp_model_init
 from zengine.deepspeed.utils import OnDevice, log_dist, logger
 from zengine.deepspeed_engine import DeepSpeedEngine
+from zengine.initialize import add_config_arguments
 from zengine.pipeline_engine import PipelineEngine
 
 __version__ = API_VERSION

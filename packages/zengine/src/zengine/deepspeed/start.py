@@ -16,7 +16,6 @@ from torch import nn
 
 import zcomm
 import zpartition
-from zengine.build.config_source import pick_config
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
@@ -25,7 +24,7 @@ from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.features import Feature
-from zengine.initialize import Initialized
+from zengine.initialize import Initialized, pick_config
 from zengine.initialize import initialize as make_engine
 from zpartition import tensor
 

@@ -1,1 +1,1 @@
-"""The loop: engine, clock, parts, runners, loss weighting, non-finite gradients, features."""
+"""Training loop: engine, clock, parts, runners, loss weighting, non-finite gradients, feature base."""

@@ -1,7 +1,7 @@
-"""Gradient accumulation: batch sizes, dropping a step, and the moment of reduction.
+"""Gradient accumulation: batch sizes, dropping a step, and the time of reduction.
 
-Each function is the body of the engine's method of that name.  Those that change a batch size return the `Run` with
-the new plan, since plans are frozen.
+Each function is the body of the engine's method of that name.  Functions that change a batch size return the `Run`
+with the new plan, since plans are frozen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def with_train_batch_size(run: Run, train_batch_size: int) -> Run:
 def with_micro_batch_size(run: Run, micro_batch_size: int) -> Run:
     """See `DeepSpeedEngine.set_train_micro_batch_size`."""
     if micro_batch_size < 1:
-        raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): give 1 or more")
+        raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): pass 1 or more")
     batch = run.plan.batch
     return _with_batch(
         run, micro_batch_size * batch.accumulation * batch.replicas, micro_batch_size, batch.accumulation
@@ -52,7 +52,7 @@ def _with_batch(run: Run, train: int, micro: int, accumulation: int) -> Run:
     clock, loader = run.clock, run.parts.loader
     if not clock.is_between_steps:
         raise ValueError(
-            f"batch sizes change between steps; {clock.position} is under way. Change them after a step() "
+            f"batch sizes change between steps; {clock.position} is running. Change them after a step() "
             "that returned a report."
         )
     batch = attrs.evolve(run.plan.batch, train_batch_size=train, micro_batch_size=micro, accumulation=accumulation)
@@ -64,19 +64,19 @@ def _with_batch(run: Run, train: int, micro: int, accumulation: int) -> Run:
 
 def zero_grad(run: Run) -> None:
     """See `Engine.zero_grad`."""
-    run.clock.settle()
+    run.clock.finish_pending()
     if run.clock.index > 0:
         raise CallOrderError(
-            f"zero_grad() {run.clock.position} would drop the gradients of micro-steps that the step still "
-            "counts. Leave it out: step() drops gradients when it has used them. Or call restart_step() to drop "
-            "them and begin the step again."
+            f"zero_grad() {run.clock.position} would drop gradients of earlier micro-steps of this step. Leave it "
+            "out: step() drops gradients after it has used them. Or call restart_step() to drop them and begin the "
+            "step again."
         )
     restart_step(run)
 
 
 def restart_step(run: Run) -> None:
     """See `Engine.restart_step`."""
-    run.clock.settle()
+    run.clock.finish_pending()
     run.parts.partition.zero_grad()
     run.clock.restart_step()
 

@@ -1,11 +1,10 @@
-"""The one answer to "where are we?": phase, micro-step, step, and whether a boundary is due.
+"""Clock: phase, micro-step, step, and whether the next step() is an accumulation boundary.
 
-Problem.  An engine that decides in five places whether the accumulation boundary has been reached decides
-differently in one of them.
+Problem.  An engine that decides about the accumulation boundary in several places can decide inconsistently.
 
-Design.  The boundary is decided once, when backward begins, and travels as a frozen `MicroStep`.  Calls in a
-wrong order raise with the phase, what is legal, and the position.  Counters live here too, so that a checkpoint
-saves one object and a chart has one x axis.
+Design.  The boundary is decided once, when backward begins, and travels as a frozen `MicroStep`.  Calls in a wrong
+order raise with the phase, the legal calls and the position.  The counters are here too, so that a checkpoint saves
+one object, and all charts share one x axis.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import attrs
 
 
 class Phase(enum.Enum):
-    """What the engine has done in this micro-step."""
+    """Progress within a micro-step."""
 
-    IDLE = "IDLE"  # nothing yet; legal: forward
-    FORWARD = "FORWARD"  # a forward with gradients; legal: forward, backward
-    BACKWARD = "BACKWARD"  # gradients are there; legal: forward, backward, step
-    HALF_LOADED = "HALF LOADED"  # a load failed after it had touched tensors; legal: loads
-    CLOSED = "CLOSED"  # closed; legal: nothing
+    IDLE = "IDLE"  # before forward; legal: forward
+    FORWARD = "FORWARD"  # after a forward with gradients; legal: forward, backward
+    BACKWARD = "BACKWARD"  # after a backward; legal: forward, backward, step
+    HALF_LOADED = "HALF LOADED"  # a load failed after it had changed tensors; legal: loads
+    CLOSED = "CLOSED"  # after close(); legal: nothing
 
 
 _LEGAL = {
@@ -38,40 +37,40 @@ _LEGAL = {
 
 
 class Boundary(enum.Enum):
-    """Who decides whether the next step() updates the weights."""
+    """Rule for whether the next step() updates the weights."""
 
     COUNTED = "counted"  # every `accumulation`-th micro-step
-    FORCED = "forced"  # the next one, until told otherwise
-    WITHHELD = "withheld"  # not until told otherwise
+    FORCED = "forced"  # always, until changed
+    WITHHELD = "withheld"  # never, until changed
 
 
 class Sync(enum.Enum):
-    """What a backward does with its gradients."""
+    """Destination of a backward's gradients."""
 
-    REDUCE = "reduce"  # they are summed over ranks, as the policy says
-    LOCAL = "local"  # they stay on this rank until a later one: costs a whole gradient on each
+    REDUCE = "reduce"  # summed over ranks, by the policy
+    LOCAL = "local"  # kept on this rank until a later reduction: costs a whole gradient per rank
 
 
 class CallOrderError(RuntimeError):
-    """forward, backward and step were called in an order that makes no sense."""
+    """forward, backward and step were called in a wrong order."""
 
 
 class HalfLoaded(CallOrderError):
-    """A load has failed after it had touched tensors, and none has succeeded since: the engine holds a mixture."""
+    """A load failed after it had changed tensors, and none has succeeded since: parts of two states."""
 
 
 class Pending(Protocol):
-    """A backward that somebody else runs."""
+    """Backward that the caller runs."""
 
-    def settle(self) -> None:
-        """It has ended, whether or not that was told; afterwards the clock has no pending one."""
+    def finish(self) -> None:
+        """End the backward, which is over; afterwards the clock has no pending one."""
 
 
 _COUNTERS = ("micro_steps", "steps", "applied_steps", "skipped_steps", "samples")
-_MAX_COUNT = 2**53  # exact as a float, too
-_MAX_EXPONENT = 1000  # two to that is a float
-WEIGHTS = frozenset({"weights"})  # what a load of weights alone touches
-UNWEIGHTED = -(2**31)  # as an exponent of weights: no loss has had a weight yet
+_MAX_COUNT = 2**53  # exact as a float too
+_MAX_EXPONENT = 1000  # 2.0 ** this is finite
+WEIGHTS = frozenset({"weights"})  # parts that a load of weights changes
+UNWEIGHTED = -(2**31)  # exponent of weights while no loss has had a weight
 
 
 @attrs.frozen(kw_only=True)
@@ -79,10 +78,10 @@ class MicroStep:
     """One forward-backward within a step."""
 
     index: int  # 0-based, within the step
-    count: int  # micro-steps that make up the step: what the loss is divided by
+    count: int  # micro-steps of the step: the divisor of the loss
     step: int  # 0-based number of the step
-    is_first: bool  # whether no backward of the step came before
-    is_last: bool  # whether step() will update the weights
+    is_first: bool  # no earlier backward in the step
+    is_last: bool  # step() will update the weights
     sync: Sync = Sync.REDUCE
 
 
@@ -100,22 +99,22 @@ class Clock:
     boundary: Boundary = Boundary.COUNTED
     sync: Sync = Sync.REDUCE
     pending: Pending | None = None  # a backward that the caller runs, see torch_style.py
-    withheld: bool = False  # whether the boundary was, at the last backward
-    weight_exponent: int = UNWEIGHTED  # weights of losses are counted in units of two to that; see loss_weighting.py
+    withheld: bool = False  # the boundary was withheld at the last backward
+    weight_exponent: int = UNWEIGHTED  # unit of loss weights is 2 ** this; see loss_weighting.py
     index: int = 0  # micro-steps done in the current step
-    forwards: int = 0  # with gradients, since the last micro-step was counted, that no backward has followed
-    pairs: int = 0  # backwards since then that had a forward of their own
+    forwards: int = 0  # with gradients, in this micro-step, without a backward yet
+    pairs: int = 0  # backwards in this micro-step with a forward of their own
     micro_steps: int = 0  # micro-steps ever
     steps: int = 0  # boundaries ever, skipped ones too
     applied_steps: int = 0
     skipped_steps: int = 0
-    samples: int = 0  # samples of all steps that are complete
-    step_samples: int | None = None  # samples of the step at whose boundary we are, if a feature knows better
-    failed_load: str = ""  # which load has left the engine HALF_LOADED, and why
-    mixed: frozenset[str] = frozenset()  # what that load has touched and no other has restored since
+    samples: int = 0  # samples of all complete steps
+    step_samples: int | None = None  # samples of the step at its boundary, if a feature counts them
+    failed_load: str = ""  # the load that left the engine HALF_LOADED, and its error
+    mixed: frozenset[str] = frozenset()  # parts that this load changed and no later load restored
 
     def micro_step(self) -> MicroStep:
-        """The micro-step that is running."""
+        """Return the running micro-step."""
         return MicroStep(
             index=self.index,
             count=self.accumulation,
@@ -127,31 +126,31 @@ class Clock:
 
     @property
     def at_boundary(self) -> bool:
-        """Return whether the next step() updates the weights."""
+        """Return True if the next step() updates the weights."""
         if self.boundary is Boundary.COUNTED:
             return self.index + 1 >= self.accumulation
         return self.boundary is Boundary.FORCED
 
     @property
     def is_between_steps(self) -> bool:
-        """Return whether no gradient of an unfinished step is pending."""
+        """Return True if no gradients of an unfinished step are pending."""
         return self.index == 0 and self.phase in (Phase.IDLE, Phase.FORWARD)
 
     def forward(self, *, with_grad: bool) -> None:
-        """A forward begins; one without gradients (evaluation) leaves the phase as it is."""
+        """Begin a forward; one without gradients (evaluation) does not change the phase."""
         self._require("forward", Phase.IDLE, Phase.FORWARD, Phase.BACKWARD)
         if with_grad and self.phase is Phase.BACKWARD and self.boundary is not Boundary.COUNTED:
-            self._count_micro_step()  # the caller decides about boundaries and calls step() at those only
+            self._count_micro_step()  # the caller sets the boundaries and calls step() only there
         if with_grad and self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
         self.forwards += with_grad
 
     @contextmanager
     def backward(self) -> Iterator[MicroStep]:
-        """A backward; an exception inside takes the engine back to the beginning of the step."""
+        """Run a backward inside; an exception resets the engine to the beginning of the step."""
         self._require("backward", Phase.FORWARD, Phase.BACKWARD)
         if self.phase is Phase.BACKWARD and self.withheld:
-            self._count_micro_step()  # the caller decides about boundaries, and ran several forwards ahead
+            self._count_micro_step()  # the caller sets the boundaries, and ran several forwards first
             self.phase = Phase.FORWARD
         micro, self.withheld = self.micro_step(), self.boundary is Boundary.WITHHELD
         try:
@@ -166,11 +165,11 @@ class Clock:
             self.forwards = self.pairs = 0
             raise
         self.phase = Phase.BACKWARD
-        self._pair()
+        self._count_pair()
 
     @contextmanager
     def batch(self) -> Iterator[MicroStep]:
-        """All micro-steps of a step at once, in whatever order; afterwards the step is due."""
+        """Run all micro-steps of a step inside, in any order; afterwards the step is due."""
         self._require("train_batch", Phase.IDLE)
         self.index, self.phase = 0, Phase.FORWARD
         try:
@@ -182,20 +181,20 @@ class Clock:
         self.micro_steps += self.accumulation
 
     def end_micro_step(self) -> MicroStep:
-        """step() was called: count the micro-step and say whether the weights are due."""
+        """Count the micro-step at step(); return it, with `is_last` if an update is due."""
         self._require("step", Phase.BACKWARD)
         micro = self.micro_step()
         if micro.is_last and self.sync is Sync.LOCAL:
             raise CallOrderError(
-                f"step() {self.position} would update the weights, but is inside no_sync(), where gradients are of "
-                "this rank alone. Leave no_sync() before the last backward of a step, or before its step()."
+                f"step() {self.position} would update the weights inside no_sync(), where gradients are not reduced. "
+                "Leave no_sync() before the last backward of a step, or before its step()."
             )
         self._count_micro_step()
         return micro
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """A boundary; an exception inside leaves the engine at the beginning of the next attempt at this step."""
+        """Run a boundary inside; an exception resets the engine to the beginning of the same step."""
         try:
             yield
         except BaseException:
@@ -203,7 +202,7 @@ class Clock:
             raise
 
     def end_step(self, *, applied: bool) -> None:
-        """A boundary is over, applied or skipped."""
+        """Count a boundary, applied or skipped."""
         counted = self.index * self.samples_per_micro_step
         self.samples += counted if self.step_samples is None else self.step_samples
         self.index, self.step_samples = 0, None
@@ -212,21 +211,21 @@ class Clock:
         self.skipped_steps += not applied
 
     def restart_step(self) -> None:
-        """The gradients of the step so far are dropped; a backward of what was computed last is legal still."""
+        """Drop the step's progress; a backward of the last forward stays legal."""
         self.index = self.forwards = self.pairs = 0
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.FORWARD
 
     def accept_backward(self) -> None:
-        """Gradients have come from a backward that the engine was not told of."""
+        """Count gradients of a backward that ran without the engine."""
         self._require("step", Phase.IDLE, Phase.FORWARD)
         self.phase = Phase.BACKWARD
 
     def join_micro_steps(self) -> None:
-        """step() will be called once for all backwards since the last one: for one micro-step, or for all of a step.
+        """Prepare a step() that stands for all backwards since the last one: one micro-step, or all of a step.
 
         Raises:
-            CallOrderError: they are some other number.
+            CallOrderError: another number of micro-steps.
         """
         if self.boundary is not Boundary.COUNTED or self.accumulation == 1 or self.pairs <= 1:
             return
@@ -241,7 +240,7 @@ class Clock:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, backwards reduce nothing."""
+        """Keep gradients of backwards inside on this rank."""
         before, self.sync = self.sync, Sync.LOCAL
         try:
             yield
@@ -250,34 +249,34 @@ class Clock:
 
     @property
     def position(self) -> str:
-        """Return where we are, for messages."""
+        """Return the position in words, for messages."""
         return f"(micro-step {self.index + 1} of {self.accumulation}, step {self.steps})"
 
     def require_forward(self, call: str) -> None:
-        """Refuse `call` before the first forward of a micro-step."""
+        """Raise CallOrderError before the first forward of a micro-step."""
         self._require(call, Phase.FORWARD, Phase.BACKWARD)
 
     def require_open(self, call: str) -> None:
-        """Refuse `call` after close()."""
+        """Raise CallOrderError after close(), and HalfLoaded after a failed load."""
         self._require(call, Phase.IDLE, Phase.FORWARD, Phase.BACKWARD)
 
     def close(self) -> None:
-        """Nothing is legal any more."""
+        """Make every later call raise."""
         self.phase = Phase.CLOSED
 
     def require_loadable(self, call: str) -> None:
-        """Refuse `call` after close() alone: a load may follow one that has failed."""
+        """Raise CallOrderError after close(); a load may follow a failed one."""
         self._require(call, Phase.IDLE, Phase.FORWARD, Phase.BACKWARD, Phase.HALF_LOADED)
 
     @contextmanager
     def loading(self, what: str, parts: frozenset[str] = WEIGHTS, *, is_whole: bool = True) -> Iterator[None]:
-        """Around the part of a load that touches tensors: after an error only loads that restore the same are legal.
+        """Change tensors by a load inside; after an error only loads that restore the same parts are legal.
 
-        what: the load in words, for the error of whoever goes on all the same.
-        parts: what it touches.  is_whole: all of that will be restored, and not only what happens to be there.
+        what: name of the load, for later errors.
+        parts: parts that it changes.  is_whole: it restores all of them, not only those in the checkpoint.
         """
-        self.settle()
-        before, told = self.phase, self.failed_load
+        self.finish_pending()
+        before, previous = self.phase, self.failed_load
         self.mixed |= parts
         self.phase, self.failed_load = Phase.HALF_LOADED, f"{what} was interrupted"
         try:
@@ -288,17 +287,17 @@ class Clock:
             raise
         was_half_loaded = before is Phase.HALF_LOADED
         self.mixed = self.mixed - parts if is_whole or not was_half_loaded else self.mixed
-        self.failed_load = told if self.mixed else ""
+        self.failed_load = previous if self.mixed else ""
         if not self.mixed:
             self.phase = Phase.IDLE if was_half_loaded else before
 
     def begin_step(self) -> None:
-        """Whatever was under way is forgotten."""
+        """Forget all progress of the running step."""
         self.phase, self.index = Phase.IDLE, 0
         self.forwards = self.pairs = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The counters; a clock is saved between steps only."""
+        """Return the counters; a clock is saved only between steps."""
         return {name: getattr(self, name) for name in (*_COUNTERS, "weight_exponent")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -307,10 +306,10 @@ class Clock:
         self.begin_step()
 
     def prepare_load(self, state: Mapping[str, int]) -> Callable[[], None]:
-        """Check what `state_dict` returned; the result restores the counters.
+        """Check a state of `state_dict`; return a function that restores the counters.
 
         Raises:
-            ValueError: a counter is missing, or cannot be one.
+            ValueError: a counter is missing or invalid.
         """
         counters = {name: _counter(state, name) for name in _COUNTERS}
         if counters["steps"] != counters["applied_steps"] + counters["skipped_steps"]:
@@ -321,7 +320,7 @@ class Clock:
         exponent = state.get("weight_exponent", self.weight_exponent)
         is_power = type(exponent) is int and (exponent == UNWEIGHTED or abs(exponent) <= _MAX_EXPONENT)
         if not is_power:
-            raise ValueError(f"weight_exponent = {exponent!r} is no exponent of a power of two")
+            raise ValueError(f"weight_exponent = {exponent!r} is not an exponent of a power of two")
 
         def commit() -> None:
             for name, value in (*counters.items(), ("weight_exponent", exponent)):
@@ -335,22 +334,22 @@ class Clock:
         self.index += 1
         self.forwards = self.pairs = 0
 
-    def _pair(self) -> None:
-        """A backward has come to its end, of a forward of its own or of one that had others before."""
+    def _count_pair(self) -> None:
+        """Count a backward at its end, if its forward had none before."""
         is_first = self.forwards > 0 or self.pairs == 0
         self.pairs += is_first
         self.forwards = max(self.forwards - 1, 0)
 
-    def settle(self) -> None:
-        """A backward that the caller ran is over."""
+    def finish_pending(self) -> None:
+        """End a backward that the caller ran, if there is one."""
         if self.pending is not None:
-            self.pending.settle()
+            self.pending.finish()
 
     def _require(self, call: str, *legal: Phase) -> None:
-        self.settle()
+        self.finish_pending()
         if self.phase not in legal:
             if self.phase is Phase.HALF_LOADED:
-                raise HalfLoaded(f"{call}() is refused: {self._half_loaded}")
+                raise HalfLoaded(f"{call}() is not possible: {self._half_loaded}")
             raise CallOrderError(
                 f"{call}() called in phase {self.phase.value}; legal here: {_LEGAL[self.phase]}. {self.position}"
             )
@@ -358,8 +357,8 @@ class Clock:
     @property
     def _half_loaded(self) -> str:
         return (
-            f"{self.failed_load} after tensors had been touched, so this engine holds parts of two states (of its "
-            f"{', '.join(sorted(self.mixed))}). Load a checkpoint that is whole: engine.load_checkpoint(...)."
+            f"{self.failed_load} after tensors had changed, so this engine holds parts of two states (of its "
+            f"{', '.join(sorted(self.mixed))}). Load a complete checkpoint: engine.load_checkpoint(...)."
         )
 
 
@@ -371,5 +370,5 @@ def _counter(state: Mapping[str, int], name: str) -> int:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    """Return what Python 3.11 does with `add_note`, for 3.10 too: tracebacks there ignore it, debuggers show it."""
+    """Add a note as Python 3.11's `add_note` does; tracebacks of 3.10 ignore it, debuggers show it."""
     error.__dict__.setdefault("__notes__", []).append(note)

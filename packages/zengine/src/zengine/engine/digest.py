@@ -1,8 +1,8 @@
-"""Digests of values, for ranks to compare: of options on the host, of tensors where they lie.
+"""Digests of values for ranks to compare: options on the host, tensors on their device.
 
-`code` hashes Python values and compares numbers by value: 1, 1.0 and a tensor of 1 have one code, so have 0.0 and
--0.0, and so have all NaN.  `fingerprint` hashes the contents of a tensor without a wait for its device.  Sums wrap
-around, so the order of terms has no say, and CPUs and GPUs get the same one.
+`value_code` hashes Python values and compares numbers by value: 1, 1.0 and a tensor of 1 have one code, as do 0.0 and
+-0.0, and all NaN.  `fingerprint` hashes the contents of a tensor without waiting for its device.  Sums wrap around,
+so the order of terms does not matter, and CPUs and GPUs get equal results.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["code", "fingerprint", "is_fixed", "mixed", "plain"]
+__all__ = ["fingerprint", "is_fixed", "mix", "to_plain", "value_code"]
 
-SAMPLE_NUMEL = 2**14  # elements that a fingerprint looks at; of a larger tensor one in each of so many runs
+SAMPLE_NUMEL = 2**14  # elements that a fingerprint reads; larger tensors are sampled
 
 _WORD = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
-_NAN = 0x7FF8000000000000  # stands for every NaN
+_NAN = 0x7FF8000000000000  # representative of every NaN
 _FIXED = (float, int, bool, str, type(None))
 
 
-def plain(value: Any, *, waits: bool = False) -> Any:
-    """`value` as None, text, floats and lists, so that what is equal looks equal; other objects count as their class.
+def to_plain(value: Any, *, waits: bool = False) -> Any:
+    """Return `value` as None, text, floats and lists, equal for equal values; other objects become their class name.
 
-    waits: tensors on a device are read; else they count as their class.
+    waits: read tensors on a device, which waits for it; otherwise they become their class name.
     """
     if isinstance(value, (float, int)):
         return float(value) + 0.0 if value == value else "nan"
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (tuple, list)):
-        return [plain(each, waits=waits) for each in value]
+        return [to_plain(each, waits=waits) for each in value]
     if isinstance(value, dict):
-        return [[str(key), plain(value[key], waits=waits)] for key in sorted(value, key=str)]
+        return [[str(key), to_plain(value[key], waits=waits)] for key in sorted(value, key=str)]
     if isinstance(value, Tensor) and value.device.type != "cpu" and not waits:
         return type(value).__name__
     if isinstance(value, (Tensor, np.generic, np.ndarray)):
-        return plain(value.tolist())
+        return to_plain(value.tolist())
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
-def code(name: str, value: Any) -> int:
-    """32 bits of a named value."""
-    return zlib.crc32(f"{name}={plain(value)!r}".encode())
+def value_code(name: str, value: Any) -> int:
+    """Return a 32-bit hash of a named value."""
+    return zlib.crc32(f"{name}={to_plain(value)!r}".encode())
 
 
 def is_fixed(value: Any) -> bool:
-    """Return whether the same object stays the same value."""
+    """Return True if `value` is immutable."""
     return type(value) in _FIXED or (type(value) is tuple and all(map(is_fixed, value)))
 
 
-def mixed(number: int, salt: int) -> int:
-    """64 bits in which each bit of both has a say (SplitMix64, Steele et al. 2014)."""
+def mix(number: int, salt: int) -> int:
+    """Return 64 bits that depend on every bit of both numbers (SplitMix64, Steele et al. 2014)."""
     bits = (number + (salt + 1) * _STEP) & _WORD
     bits = ((bits ^ (bits >> 30)) * _FIRST) & _WORD
     bits = ((bits ^ (bits >> 27)) * _SECOND) & _WORD
@@ -64,39 +64,39 @@ def mixed(number: int, salt: int) -> int:
 
 
 def fingerprint(tensor: Tensor, name: str) -> Tensor:
-    """() int64 on the tensor's device: a hash of name, dtype, shape and what a sample of the elements is worth.
+    """Return a hash of name, dtype, shape and the values of a sample of elements: () int64 on the tensor's device.
 
-    tensor: any; of one that is not dense, or has no memory, dtype and shape alone count.
+    For a tensor that is not dense, or has no memory, only dtype and shape count.
     """
-    salt = _signed(mixed(zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()), 0))
+    salt = _signed(mix(zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()), 0))
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return torch.tensor(salt)
     with torch.no_grad():
         bits = _bits(_sample(tensor.detach()))
-        places = torch.arange(bits.numel(), device=bits.device)
-        return _scattered(places.mul_(_signed(_STEP)).add_(salt).add_(bits)).sum() + salt
+        positions = torch.arange(bits.numel(), device=bits.device)
+        return _mix_words(positions.mul_(_signed(_STEP)).add_(salt).add_(bits)).sum() + salt
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """1-D: all elements, or one of each run, at a scattered place: a fixed one may be a column of padding."""
+    """Return all elements, or one of each run at a hashed place (a fixed one might be a column of padding); 1-D."""
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
     run = math.ceil(flat.numel() / SAMPLE_NUMEL)
     if run <= 1:
         return flat
     begins = torch.arange(0, flat.numel(), run, device=flat.device)
-    within = (_scattered(begins) & 0x7FFFFFFF) % run
+    within = (_mix_words(begins) & 0x7FFFFFFF) % run
     return flat[(begins + within).clamp_(max=flat.numel() - 1)]
 
 
-def _scattered(words: Tensor) -> Tensor:
-    """`mixed` of (n,) int64, but for the sign of what is shifted."""
+def _mix_words(words: Tensor) -> Tensor:
+    """Return `mix` of (n,) int64, except that shifts are signed."""
     bits = (words ^ (words >> 30)).mul_(_signed(_FIRST))
     bits = (bits ^ (bits >> 27)).mul_(_signed(_SECOND))
     return bits ^ (bits >> 31)
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """Int64 of each element; equal for numbers that are equal."""
+    """Return an int64 for each element; equal for equal numbers."""
     if not flat.is_floating_point():
         return flat.long()
     exact = flat.double() + 0.0  # -0.0 becomes 0.0
@@ -104,5 +104,5 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """64 bits as torch's int64 has them."""
+    """Return 64 bits as a signed integer, for torch."""
     return word - 2**64 if word >= 2**63 else word

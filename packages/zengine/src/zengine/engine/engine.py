@@ -8,10 +8,10 @@
 at a boundary it inspects the gradients once, updates this rank's shards, publishes the weights and returns a
 `StepReport`.  Between boundaries it returns None.
 
-Implementations are chosen by `zengine.build.assemble` and called through the slots of `Parts`, each a Protocol with
-an identity, so nothing here asks if something is enabled.  Optional behaviour is a `Feature`: its hooks default to
-the identity, and one that is off is absent.  Features, checkpoints and exports receive a `Run`, never the engine.
-DeepSpeed's names are in `zengine.deepspeed_engine`.
+`zengine.build.assemble` chooses the implementations; the engine calls them through the slots of `Parts`, each a
+Protocol with an identity, so nothing here asks if something is enabled.  Optional behaviour is a `Feature`: its hooks
+default to the identity, and a feature that is off is absent.  Features, checkpoints and exports receive a `Run`,
+never the engine.  DeepSpeed's names are in `zengine.deepspeed_engine`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ E = TypeVar("E", bound="Engine")
 
 
 class Engine(nn.Module):
-    """Trains `module` by `plan`; made by `zengine.initialize`.
+    """Trains `module` by `plan`; `zengine.initialize` makes one.
 
     Attributes that the engine does not have are the module's (`engine.generate`).
 
-    Invariant: `module`'s parameters show the newest weights, on every rank, when no method is running.
+    Invariant: between calls the parameters of `module` have the newest weights on every rank.
     """
 
     def __init__(self, module: nn.Module, parts: Parts, plan: Plan, features: tuple[Feature, ...] = ()) -> None:
@@ -62,7 +62,7 @@ class Engine(nn.Module):
     # -- the loop --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output untouched.
+        """Run the module and return its output unchanged.
 
         Raises:
             CallOrderError: the engine is closed.
@@ -82,17 +82,17 @@ class Engine(nn.Module):
     ) -> Tensor:
         """Compute and reduce gradients of `loss` (a scalar: the mean over this rank's micro-batch).
 
-        weight: number of units (tokens, say) that the loss is a mean of.  The step's gradient is then the mean over
-            the units of all micro-steps and ranks, however unevenly they are spread; all ranks give one, or none.
+        weight: number of units (e.g. tokens) in the mean of the loss.  The step's gradient is then the mean over the
+            units of all micro-steps and ranks, however they are distributed; all ranks pass a weight, or none does.
 
         Returns the loss's contribution to the step, detached: divided by the accumulation count (unless
-        `scale_wrt_gas` is False), or weighted, see loss_weighting.py.  May be called several times before `step`; the
-        gradients add up.
+        `scale_wrt_gas` is False), or weighted, see loss_weighting.py.  Gradients of several calls before `step` add
+        up.
 
         Raises:
-            CallOrderError: no forward came before.
-            ValueError: the loss is not a scalar, has no graph, or reaches no parameter of this engine; or some
-                backwards of a step have a weight and others none.
+            CallOrderError: there was no forward before.
+            ValueError: the loss is not a scalar, has no graph, or reaches no parameter of this engine; or only some
+                backwards of a step have a weight.
         """
         run, parts = self._run, self.parts
         reducing = partial(run.reducing, is_weighted=weight is not None)
@@ -115,14 +115,14 @@ class Engine(nn.Module):
         `lr_kwargs` are passed to the schedule's `step` (a metric, say).
 
         Raises:
-            CallOrderError: no backward came before.
+            CallOrderError: there was no backward before.
             LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
-            RanksDisagree: options, trained parameters or batches differ between ranks that must have them alike.
+            RanksDisagree: options, trained parameters or batches differ between ranks that must agree.
         """
         return self._end_micro_step(partial(self.parts.scheduler.step, **dict(lr_kwargs or {})))
 
     def _end_micro_step(self, advance: Callable[[], object]) -> StepReport | None:
-        """Carry out `step`; `advance` moves the learning-rate schedule after an update that was applied."""
+        """Do the work of `step`; `advance` steps the learning-rate schedule after an applied update."""
         parts, report = self.parts, None
         torch_style.accept_plain_gradients(self._run)
         micro = self.clock.end_micro_step()
@@ -136,28 +136,28 @@ class Engine(nn.Module):
         return report
 
     def _update(self, advance: Callable[[], object]) -> StepReport:
-        """Carry out a boundary."""
+        """Run a boundary: reduce, inspect, update, count."""
         run, parts, clock = self._run, self.parts, self.clock
         for feature in self._features:
             feature.step_begin()
-        # 1. the last gradients are reduced
+        # 1. reduce the last gradients
         gradients = parts.partition.finish_gradients()
         for feature in self._features:
             feature.gradients_ready(parts.partition)
-        # 2. one all-reduce brings norm, overflow, loss and the check that ranks agree
+        # 2. all-reduce norm, overflow, loss and the check that ranks agree, in one message
         num_unused = parts.partition.num_unused()
         drift = parts.drift.number(clock.steps, any_unused=num_unused > 0)
         stats = parts.inspect(gradients, extra=run.losses.statistics(num_unused, drift))
         numbers = parts.read(stats, run.losses)
         parts.drift.check(numbers.drift)
         lr = parts.optimizer.lr()
-        # 3. the update is skipped, or applied with loss scale, weights and clipping in one divisor
+        # 3. skip the update, or apply it with loss scale, weights and clipping in one divisor
         skip = parts.skip_reason(numbers, run.losses)
         if not skip:
             divisor = parts.divisor(numbers)
             parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
             advance()
-        # 4. scaler and counters move
+        # 4. update scaler and counters
         parts.scaler.update(stats.found_inf)
         clock.end_step(applied=not skip)
         self._last_report = parts.report(clock, numbers, lr, skip)
@@ -172,46 +172,45 @@ class Engine(nn.Module):
     # -- variants of the loop --------------------------------------------------------------------
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss for your own backward, `engine.scale(loss).backward()`: divided by the micro-steps and
-        multiplied by the loss scale.
+        """Return the loss, divided by the micro-steps and multiplied by the loss scale, for your own backward.
 
-        loss: the mean over this rank's micro-batch.  Exactly one backward of the result is legal.  Terms may be
-        added to `loss`, not to the result.
+        Call `engine.scale(loss).backward()`.  loss: the mean over this rank's micro-batch.  Exactly one backward of
+        the result is legal.  Add terms to `loss`, not to the result.
 
         Raises:
-            CallOrderError: no forward came before.
+            CallOrderError: there was no forward before.
             ValueError: the loss is not a scalar, or has no graph.
         """
         return torch_style.scale(self._run, self._features, loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backwards send nothing: gradients add up on this rank, and the next backward outside, or `step`,
-        sends their sum.  At every stage; on all ranks alike.
+        """Accumulate gradients on this rank inside, without communication; for all ranks, at every stage.
 
-        It costs a whole gradient in the parameters' dtype on each rank, at stages 2 and 3 too, which otherwise keep
-        a part; and the sum over micro-steps is rounded to that dtype.  `step` rejects a boundary inside.
+        The next backward outside, or `step`, sends their sum.  This costs a whole gradient in the parameters' dtype
+        on each rank, also at stages 2 and 3, which otherwise keep a part; and the sum over micro-steps is rounded to
+        that dtype.  `step` raises at a boundary inside.
         """
         return self.clock.local()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that came from elsewhere (another engine's backward); `step` drops its own by itself.
+        """Drop gradients of other origin (another engine's backward); `step` drops its own.
 
         Raises:
-            CallOrderError: in the middle of a step, whose earlier micro-steps would count and be lost.
+            CallOrderError: called within a step, whose earlier gradients would be lost.
         """
         accumulation.zero_grad(self._run)
 
     def restart_step(self) -> None:
-        """Drop the gradients of the step so far and begin it again; on all ranks alike."""
+        """Drop the gradients of the step so far and begin it again; all ranks call."""
         accumulation.restart_step(self._run)
 
     def _optimizer_step(self) -> None:
-        """Carry out `optimizer.step()`: `step`, but the caller moves the learning-rate schedule."""
+        """Do the work of `optimizer.step()`: `step` without the learning-rate schedule, which the caller steps."""
         if optimizer_calls.is_step_due(self._run):
             self._end_micro_step(lambda: None)
 
     def _optimizer_zero_grad(self) -> None:
-        """Carry out `optimizer.zero_grad()`: drop the gradients of a step that has just begun, and plain ones."""
+        """Do the work of `optimizer.zero_grad()`: drop plain gradients, and those of a step that has just begun."""
         if optimizer_calls.drop_plain_gradients(self._run):
             self.zero_grad()
 
@@ -225,16 +224,17 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> str:
-        """Save the whole run between two steps; return the checkpoint's folder.  `tag`: default global_step<N>.
+        """Save the whole run between two steps; return the checkpoint's folder.
 
-        client_state: returned by `load_checkpoint`: numbers, strings, lists, dicts and scalar tensors.
-        exclude_frozen_parameters: parameters that require no gradient are not written (a base model under adapters,
-            say); a load keeps the module's.
+        tag: default: global_step<N>.
+        client_state: numbers, strings, lists, dicts and scalar tensors, which `load_checkpoint` returns.
+        exclude_frozen_parameters: omit parameters that require no gradient (e.g. a base model under adapters); a load
+            keeps the module's.
 
         Raises:
             ValueError: gradients of an unfinished step are pending.
-            TypeError: `client_state` holds something else.
-            zckpt.CheckpointError: on every rank, when any rank failed; earlier checkpoints are untouched.
+            TypeError: `client_state` holds another type.
+            zckpt.CheckpointError: any rank failed; on every rank.  Earlier checkpoints are unchanged.
         """
         state, trained_only = client_state or {}, exclude_frozen_parameters
         return self.parts.checkpoints.save(
@@ -256,16 +256,15 @@ class Engine(nn.Module):
         tag: default: the newest.
 
         Raises:
-            ValueError: `custom_load_fn` is given, DeepSpeed's function that copies a whole state dict into the
-                module: no rank has one here.
-            zckpt.CheckpointError: on every rank; nothing there, damaged, or not of this run: the engine is unchanged.
-                If the medium fails later, the error says so, and the engine refuses to go on (`HalfLoaded`) until a
-                load restores all of it.
+            ValueError: `custom_load_fn` is given; in DeepSpeed it copies a whole state dict, which no rank has here.
+            zckpt.CheckpointError: on every rank: no checkpoint, a damaged one, or one of another run; the engine is
+                unchanged.  If reading fails after tensors have changed, the error says so, and other calls raise
+                `HalfLoaded` until a load restores everything.
         """
         if custom_load_fn is not None:
             raise ValueError(
-                "load_checkpoint(custom_load_fn=...) is not offered: no rank holds a whole state dict while it "
-                "loads. Read it with zckpt.load(), change it, and give it to engine.load_state_dict()."
+                "load_checkpoint(custom_load_fn=...) is not supported: no rank holds a whole state dict while it "
+                "loads. Read it with zckpt.load(), change it, and pass it to engine.load_state_dict()."
             )
         return self.parts.checkpoints.load(
             self._run,
@@ -282,55 +281,56 @@ class Engine(nn.Module):
         """Wait until the background save ("async_save") is durable.
 
         Raises:
-            zckpt.CheckpointError: it failed, on every rank; earlier checkpoints are untouched.
+            zckpt.CheckpointError: it failed; on every rank.  Earlier checkpoints are unchanged.
         """
         self.parts.checkpoints.wait()
 
     def restore_from_memory(self) -> dict[str, Any]:
-        """Go back to the newest `save_checkpoint` of "async_save", from the copy in host memory.
+        """Restore the newest `save_checkpoint` of "async_save" from its copy in host memory; return its client_state.
 
-        For a step that went wrong: weights, optimizer, schedule, scale, counters, random numbers and the order of
-        data are as they were when that save was called.  Returns its client_state.
+        Restores weights, optimizer, schedule, scale, counters, random state and data order, after a bad step for
+        example.
 
         Raises:
             ValueError: there is no copy.
-            zckpt.CheckpointError: it does not fit this engine any more; nothing has changed.
+            zckpt.CheckpointError: the copy no longer fits this engine, which is unchanged.
         """
         return self.parts.checkpoints.restore_from_memory(self._run, self._features)
 
     def load_weights(
         self, path: str | os.PathLike[str], *, strict: bool = True, like: nn.Module | None = None
     ) -> None:
-        """Fill weights and masters from a `.safetensors`, a `.pt`, or a Hugging Face folder.
+        """Load weights and masters from a `.safetensors`, a `.pt`, or a Hugging Face folder.
 
-        Each rank reads only its own parts, however the model is split.  Names are the module's, or those that
-        Transformers' folders of such a model have: experts one by one, say, where the module has them stacked.
+        Each rank reads only its own parts, however the model is split.  Names are the module's, or those of
+        Transformers' folders for such a model, which may store stacked experts one by one.
 
-        strict: if False, missing weights keep their values, and names that the module does not have are ignored.
-        like: a Transformers model of that folder with the module's names (the meta device will do), for the stages
-            of a pipeline, which are no Transformers models themselves.
+        strict: if False, missing weights keep their values, and unknown names are ignored.
+        like: a Transformers model of that folder with the module's names (the meta device is enough), for stages of a
+            pipeline, which are not Transformers models themselves.
 
         Raises, on every rank and with nothing loaded:
             ValueError: names or shapes do not fit the module.
-            CheckpointError: a rank cannot read the files, a checksum differs, or Transformers converts them in a way
-                that cannot be carried out part by part.
+            CheckpointError: a rank cannot read the files, a checksum differs, or Transformers' conversion cannot run
+                on parts of tensors.
         """
         self.parts.checkpoints.load_weights(self._run, path, strict=strict, like=like)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # three overloads
         """Return the module's state dict under its own names.
 
-        Where the module is split over ranks: that of the whole, on every rank; all ranks call, without arguments.
+        For a module that is split over ranks it is the whole state dict on every rank; all ranks call, without
+        arguments.
 
         Raises:
-            TypeError: there are arguments, and the module is split: they are for one rank's part.
+            TypeError: arguments are given, and the module is split.
         """
         return self.parts.checkpoints.state_dict(self._run, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy weights (also with `assign`), and masters with all the digits that are given.
+        """Copy rank 0's weights (also with `assign`), and masters at the full precision given; all ranks call.
 
-        All ranks call; rank 0's values count.  Where the module is split, each rank uses its parts of the whole.
+        If the module is split, each rank uses its parts of the whole state dict.
         """
         return self.parts.checkpoints.load_state_dict(self._run, state_dict, strict=strict)
 
@@ -338,12 +338,12 @@ class Engine(nn.Module):
 
     @property
     def parts(self) -> Parts:
-        """Implementations behind the engine's slots."""
+        """Implementations in the engine's slots."""
         return self._run.parts
 
     @property
     def plan(self) -> Plan:
-        """The resolved plan: `print(engine.plan)` lists every value with its origin."""
+        """Resolved plan; `print(engine.plan)` lists every value with its origin."""
         return self._run.plan
 
     @property
@@ -357,12 +357,12 @@ class Engine(nn.Module):
         return self._last_report
 
     def add_feature(self, feature: Feature) -> None:
-        """Attach `feature`, after those that are there."""
+        """Attach `feature` after the present ones."""
         feature.attach(self._run)
         self._features = (*self._features, feature)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Around work that is not training (validation, sampling): its time is left out of the throughput."""
+        """Exclude the time of the block (validation, sampling) from the throughput."""
         return self.parts.telemetry.paused()
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -370,7 +370,7 @@ class Engine(nn.Module):
         return self.parts.telemetry.span(name)
 
     def report_tokens(self, num_tokens: int) -> None:
-        """Count this rank's tokens of the running step, where the inputs of forward would mislead; calls add up."""
+        """Add this rank's tokens of the running step, if forward's inputs do not show them; calls add up."""
         self.parts.telemetry.report_tokens(num_tokens)
 
     def __getattr__(self, name: str) -> Any:
@@ -380,12 +380,12 @@ class Engine(nn.Module):
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks call). Idempotent.
+        """Remove hooks, buffers and writers; the module keeps its weights (at stage 3 all ranks call).  Idempotent.
 
-        A caller's optimizer stays with the engine: it keeps its shards and their state, and cannot be used again.
+        A caller's optimizer keeps its shards and their state, and cannot be used again.
         """
         self.clock.close()
-        with ExitStack() as stack:  # errors are raised after everything is closed; the parts go last
+        with ExitStack() as stack:  # raises errors after closing everything; the parts are last
             stack.callback(self.parts.close)
             while self._features:
                 stack.callback(self._features[0].close)

@@ -1,4 +1,4 @@
-"""The identity feature: every hook returns what it was given."""
+"""Base class of features, whose hooks are identities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from zengine.rehearse import rehearsed
+from zengine.trial_load import trial_load
 
 if TYPE_CHECKING:
     from zengine.engine.clock import MicroStep
@@ -17,60 +17,63 @@ if TYPE_CHECKING:
 
 
 class Feature:
-    """Override what you need; each hook runs once per call of the engine's method of that name."""
+    """Optional behaviour of an engine: override the hooks you need.
 
-    name: str = ""  # key of its state in checkpoints; "" means that it has none
+    Each hook runs once per call of the engine's method of that name.
+    """
+
+    name: str = ""  # key of its state in checkpoints; "": no state
 
     def attach(self, run: Run) -> None:
-        """Hook in; called once, when the engine is complete."""
+        """Attach to the engine; called once, when it is complete."""
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the module runs; returns the arguments it shall get.
+        """Return the arguments for the module; called before it runs.
 
-        In a pipeline these are (inputs, labels) of a micro-batch where one is read, and once a batch () elsewhere.
+        In a pipeline: (inputs, labels) of each micro-batch on ranks that read data, and () once per batch on others.
         """
         return args, kwargs
 
     def forward_end(self, output: Any) -> Any:
-        """After the module ran; returns what the caller shall get."""
+        """Return the output for the caller; called after the module has run."""
         return output
 
     def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
-        """Before the loss is divided and scaled; returns the loss to differentiate.
+        """Return the loss to differentiate; called before it is divided and scaled.
 
-        In a pipeline this is once a batch, before its first backward, and the loss is a 0 that nobody looks at again.
+        In a pipeline: called once per batch, before its first backward, with a loss of 0; the result is ignored.
         """
         return loss
 
     def backward_end(self, micro: MicroStep) -> None:
-        """After a backward that has ended well."""
+        """Run after a successful backward."""
 
     def step_begin(self) -> None:
-        """At a boundary, before the last gradients are reduced."""
+        """Run at a boundary, before the last gradients are reduced."""
 
     def gradients_ready(self, partition: Partition) -> None:
-        """At a boundary, after the reduction and before gradients are inspected and judged.
+        """Run at a boundary, after the reduction and before gradients are inspected.
 
-        They still carry the loss scale (and, for weighted losses, are not divided yet).  What is read is what the
-        norm will be of; whoever changes them changes the step, and has to do so on all ranks alike.
+        They still have the loss scale (and, for weighted losses, are not divided yet).  Changes affect norm and
+        update, and must be the same on all ranks.
         """
 
     def step_end(self, report: StepReport) -> None:
-        """After a boundary, applied or skipped."""
+        """Run after a boundary, applied or skipped."""
 
     def close(self) -> None:
-        """The engine is closed; its parts still work.  Called once, on every rank that closes: no collectives."""
+        """Detach; the engine's parts still work.  Called once, on each rank that closes: no collectives."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """JSON-able state to save."""
+        """Return the state to save; must be JSON-able."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
     def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check a state and change nothing; the result restores it and cannot fail.
+        """Check a state without changes; return a function that restores it and cannot fail.
 
-        This one tries `load_state_dict` and puts back what was there.
+        The default is a trial of `load_state_dict`, after which the previous state is restored.
         """
-        return rehearsed(self, state)
+        return trial_load(self, state)

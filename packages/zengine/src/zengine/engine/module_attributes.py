@@ -1,8 +1,8 @@
 """Attributes of the module, reached through the engine.
 
-An engine answers for its module: `engine.generate` is the module's.  Names that both have are the engine's.  These
-are the names of nn.Module, the public members of `Engine`, and DeepSpeed's names (`DeepSpeedEngine`), nothing else;
-everything further is kept under private names.  A collision is logged once, at the start.
+`engine.generate` is the module's attribute, unless the engine has one of that name.  Names that the engine has are
+those of nn.Module, the public members of `Engine`, and DeepSpeed's names (`DeepSpeedEngine`); everything else is
+private.  Collisions are logged once, at the start.  Old names of the engine raise an error with the new one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from torch import nn
 
 __all__ = ["collisions", "lookup", "public_names", "warning_of_collisions"]
 
+_NN_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
+_RENAMED = {"world": "parts.world", "bench_done": "monitor.bench_done"}  # old names, of version 0.2
+
 
 def lookup(engine: nn.Module, name: str) -> Any:
-    """Return what nn.Module registered on `engine` under `name`, else the module's attribute.
+    """Return the submodule or parameter of `engine`, else the attribute of its module.
 
     Raises:
         AttributeError: neither has it.
@@ -28,20 +31,22 @@ def lookup(engine: nn.Module, name: str) -> Any:
     try:
         return getattr(engine.module, name)
     except AttributeError as error:
+        if name in _RENAMED:
+            raise AttributeError(f"engine.{name} was renamed in 0.3.0; use engine.{_RENAMED[name]}.") from None
         raise AttributeError(
             f"neither the engine nor its module ({type(engine.module).__name__}) has an attribute {name!r}"
         ) from error
 
 
 def public_names(engine: nn.Module) -> frozenset[str]:
-    """Names of `engine` that hide attributes of its module: those of nn.Module are not among them."""
+    """Return the names of `engine` that hide attributes of its module, except those of nn.Module."""
     kinds = type(engine).__mro__[: type(engine).__mro__.index(nn.Module)]
     names = {*vars(engine), *engine._modules}.union(*map(vars, kinds))
     return frozenset(name for name in names if not name.startswith("_") and name not in _NN_MODULE)
 
 
 def collisions(engine: nn.Module) -> list[str]:
-    """Names that the engine and its module both have, sorted; no property of the module is evaluated."""
+    """Return the names that engine and module both have, sorted, without evaluating properties of the module."""
     module = engine.module
     assert isinstance(module, nn.Module)
     names = {*vars(module), *module._modules, *module._parameters, *module._buffers}
@@ -53,14 +58,11 @@ def collisions(engine: nn.Module) -> list[str]:
 
 
 def warning_of_collisions(engine: nn.Module) -> str:
-    """Return the log line about them; "" where there are none."""
+    """Return the warning about collisions; "" if there are none."""
     if not (names := collisions(engine)):
         return ""
     ways = ", ".join(f"engine.module.{name}" for name in names)
     return (
-        f"{type(engine.module).__name__} has attributes that the engine's own of the same name hide: "
-        f"{', '.join(names)}. Reach the module's as {ways}"
+        f"attributes of {type(engine.module).__name__} are hidden by attributes of the engine: "
+        f"{', '.join(names)}. Use {ways}"
     )
-
-
-_NN_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})

@@ -1,16 +1,16 @@
-"""The optimizer that `initialize` returned, called in torch's way: `optimizer.step()` and `optimizer.zero_grad()`.
+"""Calls of the returned optimizer in torch's style: `optimizer.step()` and `optimizer.zero_grad()`.
 
-Problem.  The optimizer holds flat shards whose gradients exist inside the engine's step alone.  Its own `step`,
-called by somebody with torch's habits (or by Lightning Fabric), would find no gradient and train nothing.
+Problem.  The optimizer holds flat shards whose gradients exist only inside the engine's step.  Its own `step`, called
+by user code in torch's style (or by Lightning Fabric), would find no gradient and train nothing.
 
-Design.  While the engine lives, two methods of that one optimizer lead to the engine: `step` is the engine's (with
-its boundary, loss scale, clipping and publishing) but for the learning-rate schedule, which the caller steps himself,
-and `zero_grad` drops what torch's would.  They are replaced on the instance, so the class, `isinstance`, state dicts,
-copies and the wrappers that torch's schedules put around `step` stay what they are.  The engine's own calls pass
-through `OwnStep`, which notes its thread (updates that run ahead have one), and reach the optimizer's real `step`.
+Design.  While the engine lives, two methods of that one optimizer call the engine: `step` is the engine's (with its
+boundary, loss scale, clipping and publishing) without the learning-rate schedule, which the caller steps, and
+`zero_grad` drops the same gradients as torch's.  They are replaced on the instance, so the class, `isinstance`, state
+dicts, copies and the wrappers that torch's schedules put around `step` stay unchanged.  The engine's own calls go
+through `OwnStep`, which notes its thread (speculative updates have one), and reach the optimizer's real `step`.
 
-With accumulation the caller may step after every micro-step or after the last one of a step alone; the clock tells
-these two apart by the number of backwards, and refuses everything else.
+With accumulation the caller may step after every micro-step, or only after the last one of a step; the clock
+distinguishes these by the number of backwards, and raises for any other number.
 
 Rejected.  Returning a wrapper (`isinstance(optimizer, AdamW)` and torch's schedules fail); changing the optimizer's
 class (an instance's `step`, which torch's schedules write, hides it).
@@ -39,7 +39,7 @@ class OptimizerCalls(Feature):
     """Redirects `step` and `zero_grad` of the optimizer to the engine; `close` restores the optimizer's own."""
 
     def __init__(self, own: OwnStep, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
-        """step, zero_grad: bound methods of the engine, which are held weakly."""
+        """Make the feature.  step, zero_grad: bound methods of the engine, held weakly."""
         self.own = own
         self.step, self.zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
         self.close_methods: Callable[[], None] = lambda: None
@@ -65,9 +65,9 @@ class OptimizerCalls(Feature):
 
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
-    """Let `optimizer.name(...)` be `call(real, ...)`, where `real` is the method that was there.
+    """Replace `optimizer.name(...)` by `call(real, ...)`, where `real` is the previous method.
 
-    A bound method, since torch's schedules look for its function, and carry marks over to what they put around it.
+    The replacement is a bound method: torch's schedules read its function and copy its attributes.
     """
     real = getattr(optimizer, name)
 
@@ -79,7 +79,7 @@ def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., An
 
 
 def _step(ref: EngineMethod, own: OwnStep, real: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-    """`optimizer.step(closure)`: the engine's step; returns the closure's value, or None without one."""
+    """Implement `optimizer.step(closure)` by the engine's step; return the closure's value, or None without one."""
     if own.is_running:
         return real() if closure is None else real(closure)
     step = _alive(ref, "step")
@@ -93,7 +93,7 @@ def _step(ref: EngineMethod, own: OwnStep, real: Callable[..., Any], closure: Ca
 
 
 def _zero_grad(ref: EngineMethod, real: Callable[..., Any], set_to_none: bool = True) -> None:
-    """`optimizer.zero_grad()`: between two micro-steps the engine keeps what the step counts."""
+    """Implement `optimizer.zero_grad()`; the engine keeps gradients of earlier micro-steps of a step."""
     _alive(ref, "zero_grad")()
 
 
@@ -101,20 +101,21 @@ def _alive(ref: EngineMethod, call: str) -> Callable[[], None]:
     method = ref()
     if method is None:
         raise RuntimeError(
-            f"optimizer.{call}(): the engine that initialize() returned is gone, and with it the gradients of this "
-            "optimizer: keep the engine as long as you train"
+            f"optimizer.{call}(): the engine that initialize() returned was deleted, and with it the gradients of "
+            "this optimizer: keep a reference to the engine while you train"
         )
     return method
 
 
 def is_step_due(run: Run) -> bool:
-    """Prepare `optimizer.step()`, which stands for one micro-step or for all of a step; warn and return False if
-    there are no gradients.
+    """Prepare `optimizer.step()`, which ends one micro-step or a whole step; return True if the engine's step is due.
+
+    Warns and returns False if there are no gradients.
 
     Raises:
         CallOrderError: the number of micro-steps since the last update is neither one nor all of a step.
     """
-    run.clock.settle()
+    run.clock.finish_pending()
     run.clock.require_open("optimizer.step")
     if run.clock.phase is Phase.IDLE and not run.parts.partition.has_plain_gradients():
         warnings.warn(
@@ -128,10 +129,11 @@ def is_step_due(run: Run) -> bool:
 
 
 def drop_plain_gradients(run: Run) -> bool:
-    """Carry out `optimizer.zero_grad()` as far as it concerns gradients that no backward of the engine produced;
-    return True if the engine's own are to be dropped too, by `zero_grad`.
+    """Drop gradients of plain backwards for `optimizer.zero_grad()`.
+
+    Returns True if the engine's own gradients must be dropped instead, by `zero_grad`.
     """
-    run.clock.settle()
+    run.clock.finish_pending()
     run.clock.require_open("optimizer.zero_grad")
     if run.clock.phase is Phase.BACKWARD:
         return True

@@ -1,4 +1,4 @@
-"""An engine's slots as protocols, the identities that live here, and the `Run` that features and checkpoints get.
+"""Slots of an engine as protocols, some of their identities, and the `Run` that features and checkpoints get.
 
 | slot | identity | others |
 |---|---|---|
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class LRScheduleSlot(Protocol):
-    """A learning-rate schedule, as torch's and zoptim's are."""
+    """Learning-rate schedule with the interface of torch's and zoptim's."""
 
     def step(self, *args: Any, **kwargs: Any) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -49,7 +49,7 @@ class LRScheduleSlot(Protocol):
 
 @final
 class ConstantRate:
-    """The identity schedule: the learning rate stays what the optimizer says."""
+    """Identity schedule: the learning rate stays the optimizer's."""
 
     def step(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -71,7 +71,7 @@ class OptimizerSlot(Protocol):
 
 
 class ScaledStep(Protocol):
-    """An optimizer step that divides gradients by `grad_scale` while it updates."""
+    """Optimizer step that divides gradients by `grad_scale` while it updates."""
 
     grad_scale: Tensor | None
 
@@ -80,7 +80,7 @@ class ScaledStep(Protocol):
 
 @final
 class OwnStep:
-    """An optimizer step as the engine calls it: `grad_scale` and `step` of `scaled`.
+    """Optimizer step as the engine calls it: `grad_scale` and `step` of `scaled`.
 
     Invariant: `is_running` in a thread exactly while that thread is inside `step`.
     """
@@ -99,7 +99,7 @@ class OwnStep:
 
     @property
     def is_running(self) -> bool:
-        """True in the thread that is inside `step`."""
+        """Return True in the thread that is inside `step`."""
         return getattr(self._thread, "is_inside", False)
 
     def step(self) -> object:
@@ -114,13 +114,13 @@ class OwnStep:
 @final
 @attrs.define(eq=False)
 class ShardOptimizer:
-    """Any torch optimizer, rebound onto the shards."""
+    """Any torch optimizer, rebound to the shards."""
 
     optimizer: torch.optim.Optimizer
     scaled: OwnStep  # its step, which divides gradients by `grad_scale`
 
     def update(self, partition: zpartition.Partition, divisor: Tensor | None, *, any_unused: bool) -> None:
-        """One step with gradients divided by `divisor` (None: by one)."""
+        """Run one step with gradients divided by `divisor` (None: 1)."""
         self.scaled.grad_scale = divisor
         try:
             partition.apply(self.scaled.step, any_unused=any_unused)
@@ -128,14 +128,14 @@ class ShardOptimizer:
             self.scaled.grad_scale = None
 
     def lr(self) -> tuple[float, ...]:
-        """Learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
 
 @final
 @attrs.define(eq=False)
 class NoOptimizer:
-    """For engines that only run forward; an update is refused."""
+    """Optimizer slot of engines that only run forward; an update raises ValueError."""
 
     optimizer: None = None
     scaled: None = None
@@ -147,7 +147,7 @@ class NoOptimizer:
         )
 
     def lr(self) -> tuple[float, ...]:
-        """No groups."""
+        """Return (): there are no groups."""
         return ()
 
 
@@ -174,10 +174,10 @@ class TelemetrySlot(Protocol):
 
 
 class SavedFeature(Protocol):
-    """A feature as checkpoints see it."""
+    """Feature, as checkpoints use it."""
 
     @property
-    def name(self) -> str: ...  # "": it has no state
+    def name(self) -> str: ...  # "": no state
     def state_dict(self) -> Mapping[str, Any]: ...
     def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]: ...
 
@@ -226,24 +226,24 @@ class Numbers:
     is_finite: bool
     norm: float  # still scaled
     scale: float  # the loss scale that the gradients carry
-    drift: float  # 0 where ranks agree on what must be alike
+    drift: float  # 0 if ranks agree
     num_unused: int  # parameters without gradient, summed over ranks
     loss: float  # mean over micro-steps and ranks
-    remainder: float  # what weights of losses leave to divide by; 1 without weights, 0 if nothing weighed anything
+    remainder: float  # remaining divisor of weighted losses; 1 without weights, 0 if all weights are 0
 
 
 class Inspect(Protocol):
-    """Looks at the gradients once; see `zprecision.inspect`."""
+    """Inspects the gradients once; see `zprecision.inspect`."""
 
     def __call__(self, grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats: ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Parts:
-    """What an engine is made of; `assemble` chooses."""
+    """Parts of an engine, chosen by `assemble`."""
 
     world: zcomm.World
-    groups: zcomm.Groups  # who the ranks are to each other
+    groups: zcomm.Groups  # process groups of the ranks
     partition: zpartition.Partition
     scaler: zprecision.Scaler
     optimizer: OptimizerSlot
@@ -251,17 +251,17 @@ class Parts:
     runner: Runner
     telemetry: TelemetrySlot
     inspect: Inspect
-    divisor: Callable[[Numbers], Tensor | None]  # what gradients are divided by
-    drift: Drift  # what ranks are compared in
+    divisor: Callable[[Numbers], Tensor | None]  # divisor of the gradients; None: 1
+    drift: Drift  # comparison of ranks at each boundary
     overflow_policy: OverflowPolicy
-    exchange: Callable[[Any], list[Any]]  # a value of each rank, to all
+    exchange: Callable[[Any], list[Any]]  # all-gathers a value of each rank
     checkpoints: CheckpointSlot
-    checkpointing: Callable[[], Checkpointing]  # the same one each time
-    loader: Any  # the zengine loader, or None when the caller brings the data
-    client_scheduler: Any  # what the caller sees as lr_scheduler; None without one
+    checkpointing: Callable[[], Checkpointing]  # returns the same one each time
+    loader: Any  # zengine loader, or None if the caller has the data
+    client_scheduler: Any  # lr_scheduler for the caller; None without one
 
     def read(self, stats: zprecision.GradientStats, losses: StepLoss) -> Numbers:
-        """Return what one boundary needs on the host, before anything moves."""
+        """Return the numbers of one boundary on the host, before anything changes."""
         norm, drift, unused, loss, weight, num_weighted = stats.numbers
         remainder = losses.remainder(weight, num_weighted)
         return Numbers(
@@ -277,11 +277,11 @@ class Parts:
     def skip_reason(self, numbers: Numbers, losses: StepLoss) -> SkipReason:
         """Return why the update is skipped; falsy if it is applied."""
         if numbers.remainder == 0:
-            return SkipReason("the weights of all losses of the step are 0, so there is nothing to take a mean of")
+            return SkipReason("the weights of all losses of the step are 0, so their mean is undefined")
         return self.overflow_policy(numbers.is_finite, self.partition, losses.is_finite)
 
     def report(self, clock: Clock, numbers: Numbers, lr: tuple[float, ...], skip: SkipReason) -> StepReport:
-        """The report of the boundary that the clock has just counted."""
+        """Return the report of the boundary that the clock has just counted."""
         reason = ""
         if skip:
             reason = f"{skip.reason} (step {clock.steps}, loss scale {numbers.scale:g}): step skipped"
@@ -302,8 +302,8 @@ class Parts:
         )
 
     def close(self) -> None:
-        """Give back hooks, buffers and files. The world stays: others may use it."""
-        with contextlib.ExitStack() as stack:  # an error of a background save is raised after everything is closed
+        """Release hooks, buffers and files; the world stays, since others may use it."""
+        with contextlib.ExitStack() as stack:  # raises an error of a background save after closing everything
             stack.callback(self.checkpoints.close)
             stack.callback(self.telemetry.close)
             stack.callback(self.runner.close)
@@ -312,9 +312,9 @@ class Parts:
 
 @attrs.frozen(eq=False)
 class Run:
-    """An engine's state, as features, checkpoints and exports see it: they get this and never the engine.
+    """State of an engine for features, checkpoints and exports, which never get the engine itself.
 
-    The engine makes another one when `plan` changes (`set_train_batch_size`); the other members stay the same.
+    The engine replaces it when `plan` changes (`set_train_batch_size`); the other members stay the same.
     """
 
     module: nn.Module
@@ -325,12 +325,12 @@ class Run:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, its groups rebound onto this rank's shards."""
+        """Optimizer whose groups hold this rank's shards."""
         return self.parts.optimizer.optimizer
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one forward on one rank, as they are now."""
+        """Present number of samples of one forward on one rank."""
         return self.clock.samples_per_micro_step // self.plan.batch.replicas
 
     @property
@@ -339,7 +339,7 @@ class Run:
         return self.parts.world.device
 
     def reducing(self, micro: MicroStep, *, is_weighted: bool = False) -> AbstractContextManager[None]:
-        """Return the partition's context for the backward of `micro`: inside, gradients are reduced or kept local."""
+        """Return the context of the backward of `micro`: the partition reduces gradients or keeps them local."""
         return self.parts.partition.micro_step(
             is_last=micro.is_last,
             is_local=micro.sync is Sync.LOCAL,

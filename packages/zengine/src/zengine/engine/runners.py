@@ -1,16 +1,16 @@
-"""How one forward of the module is carried out; `assemble` chooses.
+"""Runners of the module's forward; `assemble` chooses.
 
-| runner | what it adds |
+| runner | adds |
 |---|---|
 | `Sequential` | nothing: the identity |
-| `CastingRunner` | floating inputs become the weights' dtype first (fp16.auto_cast) |
-| `AutocastRunner` | forward runs under torch.autocast |
-| `ExplainingRunner` | errors about dtypes name the buffers that are wider than the weights |
-| `Holding` | what was done to the module and is undone at the end: hooks around float32 modules, 8-bit layers |
+| `CastingRunner` | casts floating inputs to the weights' dtype (fp16.auto_cast) |
+| `AutocastRunner` | torch.autocast |
+| `ExplainingRunner` | names of wide buffers in errors about dtypes |
+| `RunnerWithCleanup` | changes of the module to undo at the end: hooks of float32 modules, 8-bit layers |
 
-A runner covers forward alone.  Backward runs outside autocast, as torch recommends: each operation's gradient has the
-dtype that its forward chose.  An autocast of the caller's own around the engine's forward stays in effect where the
-config says nothing of it.
+A runner covers only forward.  Backward runs outside autocast, as torch recommends: each operation's gradient has the
+dtype that its forward chose.  A caller's own autocast around the engine's forward stays in effect if the config does
+not set one.
 """
 
 from __future__ import annotations
@@ -24,33 +24,41 @@ from torch import nn
 
 import zprecision
 
-__all__ = ["AutocastRunner", "CastingRunner", "Closable", "ExplainingRunner", "Holding", "Runner", "Sequential"]
+__all__ = [
+    "AutocastRunner",
+    "CastingRunner",
+    "Closable",
+    "ExplainingRunner",
+    "Runner",
+    "RunnerWithCleanup",
+    "Sequential",
+]
 
 
 class Closable(Protocol):
-    """Something that was done to a module and can be undone."""
+    """Change of a module that can be undone."""
 
     def close(self) -> None: ...
 
 
 class Runner(Protocol):
-    """Carries out one forward of the module."""
+    """Runs one forward of the module."""
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def close(self) -> None:
-        """Leave the module as it was found."""
+        """Undo the changes of the module."""
 
 
 @final
 class Sequential:
-    """The identity: call the module."""
+    """Identity: calls the module."""
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return module(*args, **kwargs)
 
     def close(self) -> None:
-        """Nothing was done."""
+        """Do nothing."""
 
 
 @final
@@ -65,13 +73,13 @@ class CastingRunner:
         return module(*args, **kwargs)
 
     def close(self) -> None:
-        """Nothing was done."""
+        """Do nothing."""
 
 
 @final
 @attrs.frozen
 class AutocastRunner:
-    """Runs forward under torch.autocast: the same bits as in a loop that does so itself."""
+    """Runs forward under torch.autocast, bit for bit like a plain loop that does."""
 
     device_type: str
     dtype: torch.dtype
@@ -81,13 +89,13 @@ class AutocastRunner:
             return module(*args, **kwargs)
 
     def close(self) -> None:
-        """Nothing was done."""
+        """Do nothing."""
 
 
 @final
 @attrs.frozen(eq=False)
 class ExplainingRunner:
-    """Another runner, whose errors about dtypes say which buffers of the model are wide."""
+    """Wraps a runner and names the wide buffers of the model in its errors about dtypes."""
 
     inner: Runner
     wide: zprecision.WideBuffers
@@ -97,25 +105,25 @@ class ExplainingRunner:
             return self.inner.forward(module, args, kwargs)
 
     def close(self) -> None:
-        """Remove the hooks, and undo what `inner` did."""
+        """Remove the hooks, and close `inner`."""
         self.wide.close()
         self.inner.close()
 
 
 @final
 @attrs.frozen(eq=False)
-class Holding:
-    """Another runner, and what is undone when the engine closes."""
+class RunnerWithCleanup:
+    """Wraps a runner and undoes changes of the module when the engine closes."""
 
     inner: Runner
-    held: tuple[Closable, ...]
+    changes: tuple[Closable, ...]
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.inner.forward(module, args, kwargs)
 
     def close(self) -> None:
-        """Undo all of it, and then what `inner` did."""
+        """Undo the changes, and then close `inner`."""
         with ExitStack() as stack:
             stack.callback(self.inner.close)
-            for each in self.held:
-                stack.callback(each.close)
+            for change in self.changes:
+                stack.callback(change.close)

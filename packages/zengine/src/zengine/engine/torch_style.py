@@ -1,19 +1,18 @@
-"""Backward in torch's way: `engine.scale(loss).backward()`, or `loss.backward()` where that means the same.
+"""Backward in torch's style: `engine.scale(loss).backward()`, or `loss.backward()` if that is equivalent.
 
-`engine.backward(loss)` is a phase with a beginning and an end.  A caller who runs the backward himself tells
-neither, so `scale` hangs a hook on the loss it returns, which autograd calls before anything else: there the phase
-begins, and it ends in a callback of autograd's at the end of that backward.  If the backward fails, no callback
-comes: then the engine's next call finds the phase open and drops the gradients of the step, as an exception in
-`engine.backward` does.
+`engine.backward(loss)` is a phase with a beginning and an end, which a caller's own backward does not announce.  So
+`scale` registers a hook on the loss that it returns; autograd calls it first, and it opens the phase.  An autograd
+callback at the end of that backward closes it.  If the backward fails, autograd calls no callback: the engine's next
+call then finds the phase open and drops the gradients of the step, as an exception in `engine.backward` does.
 
-Without `scale` the engine knows nothing: the gradients lie in `.grad` of the parameters, as in plain torch (that is
-what a GAN's generator needs, which trains through its discriminator).  `step` takes them if they are what it would
-have computed itself, and otherwise says what is missing.  Whether there are any is known to this rank alone: where
-there are others, one without gradients takes part with zeros, as it does if the loss of an `engine.backward` reaches
-nothing there; that nobody has any is found at the boundary, by all.
+Without `scale` the gradients are in `.grad` of the parameters, as in plain torch (a GAN's generator, which trains
+through its discriminator, needs that).  `step` uses them if the engine would have computed the same, and otherwise
+raises an error that names the missing factors.  A rank knows only its own gradients: in a group of ranks, one without
+gradients takes part with zeros, as after an `engine.backward` whose loss reaches no parameter; if no rank has any,
+all ranks find that at the boundary.
 
-Rejected: hooks on the outputs of the module, by which another engine guesses that a backward is its own; a generator
-that trains through its discriminator's engine would be taken for a step of the discriminator.
+Rejected: hooks on the outputs of the module to recognize the engine's backward.  A generator that trains through its
+discriminator's engine would count as a step of the discriminator.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ def scale(run: Run, features: Sequence[Feature], loss: Tensor) -> Tensor:
     share = run.losses.share(loss, micro, None, divides=True)
     scaled = run.parts.scaler.scale(share)
     if scaled is loss:
-        scaled = loss.view_as(loss)  # a tensor of our own: the hook must not hang on the caller's
+        scaled = loss.view_as(loss)  # our own tensor: the hook must not be on the caller's
     begin = _Begin(run, features, share.detach())
     scaled.register_hook(begin)  # type: ignore[no-untyped-call]
     return scaled
 
 
 def accept_plain_gradients(run: Run) -> None:
-    """Accept what `loss.backward()` left in `.grad` as a micro-step, if the engine would have computed the same.
+    """Count gradients of a plain `loss.backward()` as a micro-step, if the engine would have computed the same.
 
     Raises:
-        CallOrderError: there are gradients, and a division or the loss scale is missing from them.
+        CallOrderError: the gradients lack a division or the loss scale.
     """
     clock, parts = run.clock, run.parts
-    clock.settle()
+    clock.finish_pending()
     has_gradients = parts.partition.has_plain_gradients
     if clock.phase not in (Phase.IDLE, Phase.FORWARD) or (clock.phase is Phase.IDLE and not has_gradients()):
         return
@@ -66,12 +65,12 @@ def accept_plain_gradients(run: Run) -> None:
         return  # `step` was called too early
     if missing:
         raise CallOrderError(
-            f"step() {clock.position} found gradients of a plain loss.backward(), which miss "
+            f"step() {clock.position} found gradients of a plain loss.backward(), which lack "
             f"{' and '.join(missing)}: call engine.backward(loss), or engine.scale(loss).backward()"
         )
-    run.losses.meet(None, clock.micro_step())
+    run.losses.agree_on_unit(None, clock.micro_step())
     clock.accept_backward()
-    run.losses.forget()
+    run.losses.mark_unknown()
 
 
 @final
@@ -81,34 +80,34 @@ class _Begin:
 
     run: Run
     features: Sequence[Feature]
-    share: Tensor  # what is differentiated, detached, without the loss scale
+    share: Tensor  # the differentiated loss, detached, without the loss scale
 
     def __call__(self, grad: Tensor) -> None:
         running = self.run.clock.pending
         if isinstance(running, OpenBackward) and running.is_running:
-            running.share = running.share + self.share  # two losses were added and go back together
+            running.share = running.share + self.share  # two scaled losses were added: one backward for both
             return
-        self.run.clock.settle()
+        self.run.clock.finish_pending()
         backward = OpenBackward(self.run, self.features, self.share)
         backward.open()
-        _compat.at_end_of_backward(backward.close)  # where torch cannot, the engine's next call closes it
+        _compat.at_end_of_backward(backward.close)  # if torch cannot, the engine's next call closes it
 
 
 @final
 @attrs.define(eq=False)
 class OpenBackward:
-    """A backward that the caller runs, from its first hook to its end; the clock's `pending` one meanwhile."""
+    """Backward that the caller runs, from its first hook to its end; the clock's `pending` one meanwhile."""
 
     run: Run
     features: Sequence[Feature]
     share: Tensor
-    task: int = attrs.field(factory=_compat.backward_number)  # of autograd, while it runs; 0: torch does not tell
+    task: int = attrs.field(factory=_compat.backward_number)  # of autograd, while it runs; 0: unknown
     phases: ExitStack = attrs.field(factory=ExitStack)
     micro: MicroStep | None = None
 
     @property
     def is_running(self) -> bool:
-        """Return whether this thread is inside it."""
+        """Return True if this thread is inside it."""
         return self.task != 0 and _compat.backward_number() == self.task
 
     def open(self) -> None:
@@ -122,7 +121,7 @@ class OpenBackward:
         run.clock.pending = self
 
     def close(self) -> None:
-        """The backward has ended well."""
+        """End the phase after a successful backward."""
         run, micro = self.run, self.micro
         if run.clock.pending is not self:
             return
@@ -134,10 +133,10 @@ class OpenBackward:
         for feature in self.features:
             feature.backward_end(micro)
 
-    def settle(self) -> None:
-        """Another call of the engine: the backward is over, so without a callback it has failed."""
+    def finish(self) -> None:
+        """End the phase at the engine's next call: without a callback before, the backward has failed."""
         if self.is_running:
-            return  # a hook of the caller's calls the engine from within the backward
+            return  # a caller's hook calls the engine inside the backward
         if not _compat.TELLS_END:
             self.close()
             return

@@ -1,4 +1,4 @@
-"""Routers that balance their experts by a bias learn, once a step, how many tokens each expert was sent."""
+"""Small features: expert balancing, background saves, dump_state, Python's garbage collector, unfreezing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @final
 class Balancing(Feature):
-    """Moves the biases of `routers` after each step, in one message of the ranks that sum gradients."""
+    """Updates the balancing biases of `routers` after each step, by the tokens that each expert received.
+
+    One all-reduce over the ranks that sum gradients.
+    """
 
     group: ProcessGroup | None
 
@@ -39,17 +42,14 @@ class Balancing(Feature):
         balance(self.routers, self.group)
 
 
-def balancing(module: nn.Module) -> tuple[Feature, ...]:
-    """Return the feature for `module`; nothing if no router of it is balanced by a bias."""
+def balancing_features(module: nn.Module) -> tuple[Feature, ...]:
+    """Return the balancing feature for `module`; empty if none of its routers has a balancing bias."""
     if not is_imported("zpartition.experts"):
         return ()
     from zpartition.experts import balanced_routers
 
     routers = balanced_routers(module)
     return (Balancing(routers),) if routers else ()
-
-
-# A save that failed behind the loop's back is told at the next boundary.
 
 
 @final
@@ -65,12 +65,9 @@ class BackgroundSaves(Feature):
         self.checkpoints.check()
 
 
-# `dump_state`: print at start what the engine is going to do.
-
-
 @final
 class DumpState(Feature):
-    """Prints the resolved plan with origins, and the bytes by owner; on rank 0."""
+    """Prints the resolved plan with origins, and the bytes by owner, on rank 0 (`dump_state`)."""
 
     def attach(self, run: Run) -> None:
         if run.parts.world.rank != 0:
@@ -80,50 +77,45 @@ class DumpState(Feature):
             print(f"{owner}: {num_bytes / 2**20:,.1f} MiB on rank 0")
 
 
-# Python's cyclic garbage collector, off while the engine lives ("disable_python_gc").
-#
-# A full collection walks every object of the process, tens of milliseconds in a large program, and on many ranks each
-# has its pause at another moment, for which all others wait.  Reference counts free what a step makes; what is left
-# are cycles, which `engine.collect_python_gc()` frees when the caller has time: after an evaluation or a checkpoint,
-# on all ranks.
-#
-# The collector is one for the whole process, so engines count: it comes back when the last one that wanted it off is
-# closed, or dropped without that.
-
-
 class PythonGC(Feature):
-    """Disables Python's garbage collector until the last engine closes."""
+    """Disables Python's cyclic garbage collector until the last engine closes ("disable_python_gc").
 
-    _holders: ClassVar[set[object]] = set()  # a token of each engine that is open
+    A full collection visits every object of the process, which takes tens of milliseconds in a large program; each
+    rank pauses at another time, and all others wait for it.  Reference counting frees the objects of a step; the
+    remaining cycles are freed by `engine.collect_python_gc()`, called on all ranks after an evaluation or a
+    checkpoint.
+
+    The collector belongs to the process, so engines are counted: it is enabled again when the last engine that
+    disabled it is closed or deleted.
+    """
+
+    _holders: ClassVar[set[object]] = set()  # a token of each open engine
 
     def __init__(self) -> None:
-        self._let_go: Callable[[], object] = lambda: None
+        self._release: Callable[[], object] = lambda: None
 
     def attach(self, run: Run) -> None:
-        """From now on nothing is collected by itself.  A collector that the caller switched off stays off."""
+        """Disable the collector, unless the caller has disabled it."""
         if gc.isenabled() or self._holders:
             token = object()
             self._holders.add(token)
             gc.disable()
-            self._let_go = weakref.finalize(self, _let_go, self._holders, token)
+            self._release = weakref.finalize(self, _release, self._holders, token)
 
     def close(self) -> None:
-        """The last one switches it on again."""
-        self._let_go()
+        """Enable the collector if this is the last engine."""
+        self._release()
 
 
-def _let_go(holders: set[object], token: object) -> None:
+def _release(holders: set[object], token: object) -> None:
     holders.discard(token)
     if not holders:
         gc.enable()
 
 
-# Parameters that are unfrozen between two steps are trained from the next forward pass on.
-
-
 @final
 class Unfreezing(Feature):
-    """Checks before each forward whether a frozen parameter requires a gradient now."""
+    """Checks before each forward if frozen parameters require gradients now, and trains them from then on."""
 
     partition: Partition
 

@@ -32,7 +32,7 @@ class CommsSummary(Feature):
     """Counts from `attach` to `close`."""
 
     def __init__(self, plan: CommsPlan, folder: Path | None) -> None:
-        """folder: of the run; None: nothing is written, and only `log_summary` reads the counts."""
+        """Make the feature.  folder: folder of the run; None: write nothing, for `log_summary` alone."""
         self._plan = plan
         self._folder = folder
         self._verbose_trace = contextlib.ExitStack()  # holds the trace of verbose lines
@@ -58,7 +58,7 @@ class CommsSummary(Feature):
 
     def _write(self) -> None:
         self._next_write = time.monotonic() + INTERVAL_S
-        folder, self._folder = self._folder, None  # there again once it has worked
+        folder, self._folder = self._folder, None  # restored after success: a failed write is not repeated
         if folder is None:
             return
         with log_os_errors(f"the collectives of this rank in {folder}"):

@@ -1,15 +1,15 @@
-"""Curriculum learning over the length of sequences (the section `curriculum_learning`).
+"""Curriculum learning over sequence length (the section `curriculum_learning`).
 
 Short sequences first make early training stable at large batches and rates (Li et al. 2022, "The Stability-Efficiency
-Dilemma").  The difficulty of a step is a number of tokens.  A module whose forward takes `curriculum_seqlen` gets
-it as that keyword, as with DeepSpeed, and cuts its inputs itself.  For any other module the inputs are cut here:
-tensors of forward whose second axis is the sequence.
+Dilemma").  The difficulty of a step is a number of tokens.  A module whose forward has a keyword `curriculum_seqlen`
+gets the number there, as with DeepSpeed, and truncates its inputs itself.  For other modules the inputs are truncated
+here: tensors of forward whose second axis is the sequence.
 
 The difficulty is a function of the engine's step counter, which checkpoints hold, so this feature has no state.
 DeepSpeed counts from 1: the first step has the difficulty of step 1.
 
-Rejected: passing the keyword to whoever takes **kwargs.  Most models accept any keyword and ignore it; the curriculum
-would then do nothing and nobody would hear of it.
+Rejected: passing the keyword to every forward with **kwargs.  Most models ignore unknown keywords; the curriculum
+would silently do nothing.
 """
 
 from __future__ import annotations
@@ -42,28 +42,27 @@ class SeqlenCurriculum(Feature):
     schedule: Schedule
     module: nn.Module
     clock: Clock
-
     telemetry: TelemetrySlot
-    is_asked_for: bool  # whether the module's forward takes the keyword
+    has_keyword: bool  # forward of the module takes the keyword
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
     def attach(self, run: Run) -> None:
         self.module, self.clock, self.telemetry = run.module, run.clock, run.parts.telemetry
-        self.is_asked_for = KEYWORD in inspect.signature(self.module.forward).parameters
+        self.has_keyword = KEYWORD in inspect.signature(self.module.forward).parameters
         if run.parts.world.rank == 0:
             how = (
                 f"passed to forward() as {KEYWORD}"
-                if self.is_asked_for
-                else f"forward() of {type(self.module).__name__} has no {KEYWORD}, so axis 1 of its inputs is cut "
-                f"(a loss outside of forward has to cut its labels to engine.{KEYWORD} as well)"
+                if self.has_keyword
+                else f"forward() of {type(self.module).__name__} has no {KEYWORD}, so axis 1 of its inputs is "
+                f"truncated (a loss outside of forward has to truncate its labels to engine.{KEYWORD} as well)"
             )
             log.warning("curriculum learning: sequences up to %s tokens; %s", self.schedule.high, how)
 
     @property
     def seqlen(self) -> int:
-        """Tokens of a sequence in the step that is under way."""
+        """Tokens of a sequence in the running step."""
         return self._seqlen_at(self.clock.steps + 1)
 
     def _seqlen_at(self, step: int) -> int:
@@ -76,19 +75,19 @@ class SeqlenCurriculum(Feature):
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.module.training:
             return args, kwargs
-        if self.is_asked_for:
+        if self.has_keyword:
             return args, {**kwargs, KEYWORD: self.seqlen}
-        args, kwargs = cut((args, kwargs), self.seqlen)
+        args, kwargs = truncate((args, kwargs), self.seqlen)
         return args, kwargs
 
     def step_end(self, report: StepReport) -> None:
-        """Chart the length of the step that is over."""
+        """Chart the sequence length of the finished step."""
         self.telemetry.write_events([("data/curriculum_seqlen", self._seqlen_at(report.step), report.step)])
 
 
 @final
 class SampleDifficulty(Feature):
-    """Logs the difficulties of a curriculum over samples, which the loader follows by itself."""
+    """Charts the difficulties of a curriculum over samples, which the loader applies."""
 
     loader: CurriculumLoader
     telemetry: TelemetrySlot
@@ -101,19 +100,19 @@ class SampleDifficulty(Feature):
         self.telemetry.write_events([(f"data/curriculum_{name}", found[name], report.step) for name in found])
 
 
-def cut(inputs: Any, length: int) -> Any:
-    """`inputs` (nested tuples, lists and dicts) with their sequences cut to `length`.
+def truncate(inputs: Any, length: int) -> Any:
+    """Return `inputs` (nested tuples, lists and dicts) with sequences truncated to `length`, as views.
 
-    The first tensor of two or more axes says how long sequences are: its axis 1.  Of every tensor with that size
-    there, axis 1 is cut; of masks (integer or bool) and of (batch, heads, sequence, sequence) every axis behind the
-    first of that size.  Others pass.  Nothing is cut of shorter sequences; views are made, no copies.
+    The sequence length is the size of axis 1 of the first tensor with two or more axes.  Tensors with that size on
+    axis 1 are truncated there; masks (integer or bool) and tensors of (batch, heads, sequence, sequence) on every
+    axis of that size after the first.  Other tensors, and shorter sequences, stay unchanged.
     """
     first = next((leaf for leaf in iter_tensors(inputs) if leaf.ndim >= 2), None)
     if first is None or first.shape[1] <= length:
         return inputs
     size = first.shape[1]
 
-    def cut_one(tensor: Tensor) -> Tensor:
+    def truncate_one(tensor: Tensor) -> Tensor:
         is_mask = not tensor.is_floating_point() or (tensor.ndim == 4 and tensor.shape[2:] == (size, size))
         axes = range(1, tensor.ndim) if is_mask else range(1, min(tensor.ndim, 2))
         for axis in axes:
@@ -121,4 +120,4 @@ def cut(inputs: Any, length: int) -> Any:
                 tensor = tensor.narrow(axis, 0, length)
         return tensor
 
-    return map_tensors(inputs, cut_one)
+    return map_tensors(inputs, truncate_one)

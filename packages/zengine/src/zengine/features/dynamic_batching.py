@@ -1,11 +1,11 @@
-"""Learning-rate scaling with the batch size, for batches made by tokens.
+"""Learning-rate scaling with the batch size, for batches by tokens.
 
-A step over more samples has a less noisy gradient and bears a larger step: in proportion (Goyal et al. 2017) or
-with the square root (You et al. 2019, for adaptive optimizers).  The reference is the config's train_batch_size.
+A step over more samples has a less noisy gradient and allows a larger rate: in proportion (Goyal et al. 2017) or by
+the square root (You et al. 2019, for adaptive optimizers).  The reference is the config's train_batch_size.
 
-The rates are scaled around the optimizer's update only and restored before the schedule steps, so any schedule, even
-one that multiplies current rates, sees its own rates, and a checkpoint holds nothing scaled.  The size of a step is
-the number of samples that the loader handed to all ranks since the last boundary; every rank knows it without
+Rates are scaled only during the optimizer's update and restored before the schedule steps, so any schedule, even one
+that multiplies present rates, reads its own rates, and checkpoints hold unscaled ones.  The size of a step is the
+number of samples that the loader delivered to all ranks since the last boundary; every rank knows it without
 communication.
 
 The engine's mean over micro-steps and ranks weights each micro-batch equally, though they hold unequal numbers of
@@ -45,7 +45,7 @@ class ScaledRate:
     """Optimizer wrapper that multiplies the rates by `factor` during an update."""
 
     slot: OptimizerSlot
-    factor: float = 1.0  # of the step that is under way
+    factor: float = 1.0  # of the running step
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -56,16 +56,16 @@ class ScaledRate:
         return self.slot.scaled
 
     def update(self, partition: Partition, divisor: Tensor | None, *, any_unused: bool) -> None:
-        """One step at the scaled rates."""
-        with self._scaled():
+        """Run one step at the scaled rates."""
+        with self._scaled_rates():
             self.slot.update(partition, divisor, any_unused=any_unused)
 
     def lr(self) -> tuple[float, ...]:
-        """The rates of the step that is under way; those of the schedule between steps."""
+        """Return the rates of the running step; between steps those of the schedule."""
         return tuple(rate * self.factor for rate in self.slot.lr())
 
     @contextmanager
-    def _scaled(self) -> Iterator[None]:
+    def _scaled_rates(self) -> Iterator[None]:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
@@ -81,16 +81,16 @@ class ScaledRate:
 class DynamicBatching(Feature):
     """Sets the factor of each step, and counts its samples."""
 
-    name = "dynamic_batching"  # in checkpoints, so that a load is told of; there is nothing to keep
+    name = "dynamic_batching"  # in checkpoints, so that `prepare_load` is called; the state is empty
 
     loader: PackedLoader
     clock: Clock
     rate: ScaledRate
     reference: int  # samples of a step at which the factor is 1
-    mark: int  # samples that the loader had handed when the step began
+    mark: int  # samples delivered when the step began
     batch_size: int  # samples of the last step, of all ranks
     telemetry: TelemetrySlot
-    has_begun: bool  # whether the step has had a backward
+    has_begun: bool  # the step has had a backward
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -98,21 +98,22 @@ class DynamicBatching(Feature):
     def attach(self, run: Run) -> None:
         self.loader, self.clock, self.telemetry = run.parts.loader, run.clock, run.parts.telemetry
         self.reference = run.plan.batch.train_batch_size
-        assert isinstance(run.parts.optimizer, ScaledRate), "the assembler wraps the slot where there is this feature"
+        assert isinstance(run.parts.optimizer, ScaledRate), "the assembler wraps the slot for this feature"
         self.rate = run.parts.optimizer
         self._begin()
 
     def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
-        """A step that begins again, since it failed, leaves out what was handed for its first attempt."""
+        """Exclude the samples of a failed attempt when its step begins again."""
         if micro.is_first and self.has_begun:
             self.mark = self.loader.samples_handed - self.loader.last_samples
         self.has_begun = True
         return loss
 
     def step_begin(self) -> None:
-        """The samples of this step are those handed since the last; batches of other origin count as they are.
+        """Set factor and samples of the step from the samples delivered since the last one.
 
-        An update that fails is attempted again, so nothing is counted here: the clock is told what to count.
+        A failed update is repeated, so the samples are not counted here but passed to the clock.  Batches from
+        elsewhere (no samples delivered) keep the factor 1.
         """
         batch_size = self.batch_size = self.loader.samples_handed - self.mark
         self.rate.factor = lr_factor(self.method, batch_size, self.reference) if batch_size else 1.0
@@ -124,7 +125,7 @@ class DynamicBatching(Feature):
         self.telemetry.write_events([("data/batch_size", self.batch_size, report.step)])
 
     def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """There is nothing in it; the loader's position follows, and what it handed before is of another run."""
+        """Return a function that restarts the count: samples delivered before the load belong to another run."""
         return self._begin
 
     def _begin(self) -> None:

@@ -1,11 +1,11 @@
 """`profiler`: torch's profiler over a window of steps, written as one trace per selected rank.
 
-The window opens after the step before it (or at once if it begins with the first) and closes after its last step, so
-it holds whole steps: data, forward, backward, update.  A run resumed inside the window opens it there; a run that
-ends inside it writes what it has.
+The window opens at the end of the step before it (or at once if it begins with the first) and closes after its last
+step, so it has whole steps: data, forward, backward, update.  A run that resumes inside the window opens it there; a
+run that ends inside it writes the steps so far.
 
 On CUDA `memory_snapshot` also records the allocator's history, for pytorch.org/memory_viz.  Other devices have no
-such record: there the trace holds every allocation, and memory_rank0.json the bytes in use over time, read from it.
+such record: there the trace has every allocation, and memory_rank0.json the bytes in use over time, from the trace.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class State(enum.Enum):
 
 @final
 class ProfilerWindow(Feature):
-    """Records once.  Invariant: torch's profiler runs exactly while the state is INSIDE."""
+    """Records one window.  Invariant: torch's profiler runs exactly while the state is INSIDE."""
 
     def __init__(self, plan: WindowPlan, folder: Path) -> None:
-        """folder: of the traces; created when there is something to write."""
+        """Wait for the window.  folder: folder of the traces, created by the first write."""
         self._plan = plan
         self._folder = folder
         self._state = State.AFTER
@@ -67,7 +67,7 @@ class ProfilerWindow(Feature):
             self._approach(report.step)
 
     def close(self) -> None:
-        """Write a window that the end of the run cuts short."""
+        """Write a window that is still open."""
         if self._state is State.INSIDE:
             self._finish(self._run.clock.steps)
 
@@ -80,7 +80,7 @@ class ProfilerWindow(Feature):
         return bool(self._run.parts.world.device.type == "cuda")
 
     def _approach(self, done: int) -> None:
-        """Begin if the next step is in the window; stop if the window has passed."""
+        """Open the window if the next step is in it; give up if it has passed."""
         if done >= self._last:
             self._state = State.AFTER
         elif done + 1 >= self._plan.start_step:

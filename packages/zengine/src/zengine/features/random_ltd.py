@@ -1,22 +1,19 @@
-"""Random layer-token drop: middle layers see a random part of the tokens (Yao, Wu, Li, Holmes, He 2022).
+"""Random layer-token drop: middle layers process a random part of the tokens (Yao, Wu, Li, Holmes, He 2022).
 
-Each of the named layers draws, for each sample, which tokens it works on; the others go around it unchanged.  The
-number grows by a schedule until the layers see all, at which point a layer is called exactly as it would be without
-this.
+Each named layer draws, for each sample, the tokens that it processes; the others bypass it unchanged.  Their number
+grows by a schedule until the layers process all tokens, and from then on a layer is called as without this feature.
 
-How a layer is called and what it returns is changed by two hooks on it, one before and one behind; the model keeps
-its structure and the names of its parameters, and `close` takes the hooks away.  Rejected: a wrapper module in the
-place of the layer, which renames every parameter of it in checkpoints.
+Two hooks on each layer, before and after it, change its inputs and outputs; the model keeps its structure and
+parameter names, and `close` removes the hooks.  Rejected: a wrapper module in place of the layer, which renames all
+its parameters in checkpoints.
 
 - Tokens are drawn from torch's generator of the device, per layer, sample and rank, and sorted, so causal masks stay
   causal.  Checkpoints save the generator, and activation checkpointing replays it.
-- What goes into the layer beside the hidden state is cut by the same tokens: the mask that the config names, along
-  every axis that has the length of the sequence; other tensors of (batch or 1, sequence, ...), such as rotary
-  positions, along that axis.  A layer that works the positions out by itself, from the length, would see others;
-  give it the positions.
-- In a pipeline the layers are those of one class, numbered over all stages, and each rank has its own among them.
-- The number of tokens is a function of the engine's step counter.  The tokens that layers worked on are counted,
-  and saved.
+- Other inputs of the layer are indexed by the same tokens: the mask that the config names, along every axis with the
+  length of the sequence; other tensors of (batch or 1, sequence, ...), such as rotary positions, along that axis.  A
+  layer that computes positions from the length would get wrong ones; pass it the positions.
+- In a pipeline the layers are those of one class, numbered over all stages; each rank hooks its own.
+- The number of tokens is a function of the engine's step counter.  Processed tokens are counted and saved.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ import zpartition
 from zengine._compat import backward_number
 from zengine.data.tree import map_tensors
 from zengine.engine.feature import Feature
-from zengine.engine.stages import is_staged
+from zengine.imports import is_pipeline
 
 if TYPE_CHECKING:
     from zengine.config.plan.data import LtdPlan
@@ -53,7 +50,7 @@ log = logging.getLogger("zengine")
 
 @final
 class RandomLtd(Feature):
-    """Makes the named layers skip tokens while the schedule says so."""
+    """Makes the named layers skip tokens by the schedule."""
 
     name = "random_ltd"
 
@@ -66,26 +63,26 @@ class RandomLtd(Feature):
         self.layers = []
 
     def attach(self, run: Run) -> None:
-        """Find the layers.
+        """Find the layers and hook them.
 
         Raises:
-            ValueError: the model has no list of as many layers, or several; a layer does not take the mask; or a
-                layer of a pipeline is a function, or used in several places.
+            ValueError: not exactly one list of the model has that many layers; a layer does not take the mask; or a
+                layer of a pipeline is a function, or is used in several places.
         """
         self.clock, self.telemetry = run.clock, run.parts.telemetry
         path, blocks = find_layers(run.module, self.plan.num_layers)
-        _refuse_absent(path, self.plan.layer_ids, blocks, zpartition.pipeline_stages_of(run.module))
-        mine = [blocks[place] for place in self.plan.layer_ids if place in blocks]
-        for layer in mine[:1]:
+        _check_layers_exist(path, self.plan.layer_ids, blocks, zpartition.pipeline_stages_of(run.module))
+        own = [blocks[index] for index in self.plan.layer_ids if index in blocks]
+        for layer in own[:1]:
             check_mask(layer, self.plan.mask_name)
-        cutting = _Cutting(
+        selection = _TokenSelection(
             mask_name=self.plan.mask_name, is_causal=self.plan.is_causal, sequence_axis=self.plan.sequence_axis
         )
-        self.layers = [_TokenDrop(layer, cutting, lambda: self.num_tokens) for layer in mine]
+        self.layers = [_TokenDrop(layer, selection, lambda: self.num_tokens) for layer in own]
         if run.parts.world.rank == 0:
             schedule = self.plan.schedule
             log.info(
-                "random-LTD: %d of the %d layers of %s see %d tokens at first, %d at the end",
+                "random-LTD: %d of the %d layers of %s process %d tokens at first, %d at the end",
                 len(self.plan.layer_ids),
                 self.plan.num_layers,
                 path,
@@ -95,46 +92,46 @@ class RandomLtd(Feature):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a sample that the layers see in the step that is under way."""
+        """Tokens per sample that the layers process in the running step."""
         return self.plan.schedule.at(self.clock.steps)
 
     def step_end(self, report: StepReport) -> None:
-        """Chart the tokens of the step that is over."""
+        """Chart the tokens of the finished step."""
         self.telemetry.write_events([("data/random_ltd_tokens", self.plan.schedule.at(report.step - 1), report.step)])
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tokens that all named layers of this rank worked on so far; checkpoints hold rank 0's."""
+        """Return the number of tokens that this rank's named layers have processed; checkpoints hold rank 0's."""
         return {"layer_tokens": sum(layer.layer_tokens for layer in self.layers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.prepare_load(state)()
 
     def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """ValueError unless there is a count."""
+        """Check the count; return a function that restores it.  Raises ValueError."""
         count = state.get("layer_tokens") if isinstance(state, Mapping) else None
         if type(count) is not int or count < 0:
             raise ValueError(f"layer_tokens = {count!r} must be a whole number of at least 0")
 
         def commit() -> None:
-            for number, layer in enumerate(self.layers):  # a stage of a pipeline may have none
+            for number, layer in enumerate(self.layers):  # a stage of a pipeline may have no layer
                 layer.layer_tokens = 0 if number else count
 
         return commit
 
     def close(self) -> None:
-        """The layers are as they were."""
+        """Remove the hooks."""
         for layer in self.layers:
             layer.remove()
 
 
 def find_layers(module: nn.Module, count: int) -> tuple[str, dict[int, nn.Module]]:
-    """(path, layers by number) of the one list of `count` layers in `module`; of a pipeline those of this rank.
+    """Return path and layers by number of the one list of `count` layers; for a pipeline the layers of this rank.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: there is no such list, or more than one.
     """
-    if is_staged(module):
-        return _layers_of_a_pipeline(module, count)
+    if is_pipeline(module):
+        return _find_pipeline_layers(module, count)
     lists = [
         (name, part) for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))
     ]
@@ -143,22 +140,22 @@ def find_layers(module: nn.Module, count: int) -> tuple[str, dict[int, nn.Module
     if len(fitting) == 1:
         path, found = fitting[0]
         return path, dict(enumerate(found))
-    there = ", ".join(f"{name or '(the model)'} ({len(part)})" for name, part in lists) or "none"
+    lengths = ", ".join(f"{name or '(the model)'} ({len(part)})" for name, part in lists) or "none"
     raise ValueError(
         f"random_ltd.total_layer_num = {count}: the model has {len(fitting)} lists of {count} layers, and one is "
-        f"needed. Its lists (nn.ModuleList, nn.Sequential) and their lengths: {there}"
+        f"needed. Its lists (nn.ModuleList, nn.Sequential) and their lengths: {lengths}"
     )
 
 
-def _layers_of_a_pipeline(module: PipelineModule, count: int) -> tuple[str, dict[int, nn.Module]]:
-    """Those of the one class of which the whole pipeline has `count` layers."""
+def _find_pipeline_layers(module: PipelineModule, count: int) -> tuple[str, dict[int, nn.Module]]:
+    """Return the layers of the one class of which the whole pipeline has `count` layers."""
     tally = Counter(module.class_names)
     fitting = [name for name, number in tally.items() if number == count]
     if len(fitting) != 1:
-        there = ", ".join(f"{name} ({number})" for name, number in tally.items())
+        counts = ", ".join(f"{name} ({number})" for name, number in tally.items())
         raise ValueError(
             f"random_ltd.total_layer_num = {count}: the pipeline has {len(fitting)} classes of {count} layers, and "
-            f"one is needed. Its classes, and how many layers they have: {there}"
+            f"one is needed. Its classes, and how many layers they have: {counts}"
         )
     places = [index for index, name in enumerate(module.class_names) if name == fitting[0]]
     own = [layer for layer in module.own_layers() if not any(layer is tied for tied in module.owned.values())]
@@ -167,51 +164,51 @@ def _layers_of_a_pipeline(module: PipelineModule, count: int) -> tuple[str, dict
     return fitting[0], found
 
 
-def _refuse_absent(
+def _check_layers_exist(
     path: str, wanted: Sequence[int], own: Mapping[int, nn.Module], stages: ModelParallelGroup
 ) -> None:
-    """ValueError, on every rank of a pipeline, if none of them has a module of its own for a layer."""
-    mine = sorted(set(wanted) & set(own))
-    everywhere = [mine] if stages.size == 1 else zcomm.all_gather_object(mine, stages.group)
+    """Raise ValueError on every rank of a pipeline if no stage has a module of its own for a layer."""
+    present = sorted(set(wanted) & set(own))
+    everywhere = [present] if stages.size == 1 else zcomm.all_gather_object(present, stages.group)
     absent = sorted(set(wanted) - {number for some in everywhere for number in some})
     if absent:
         raise ValueError(
             f"random_ltd.random_ltd_layer_id names layers {absent} of {path}, which are functions or TiedLayerSpecs: "
-            "tokens can be left out of a module that is called in one place. Give a LayerSpec for each of them"
+            "only a module that is called in one place can skip tokens. Use a LayerSpec for each of them"
         )
 
 
 def check_mask(layer: nn.Module, name: str) -> None:
-    """ValueError unless `layer` takes a mask of that name; "" is none."""
-    taken = inspect.signature(layer.forward).parameters
-    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
-    if name and name not in taken and not is_open:
+    """Raise ValueError unless forward of `layer` takes a mask of that name; "" stands for no mask."""
+    parameters = inspect.signature(layer.forward).parameters
+    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if name and name not in parameters and not is_open:
         raise ValueError(
-            f'random_ltd.model_mask_name = "{name}": {type(layer).__name__}.forward takes {", ".join(taken)}; '
-            "name the one that is the attention mask, or leave the key out if there is none"
+            f'random_ltd.model_mask_name = "{name}": {type(layer).__name__}.forward takes {", ".join(parameters)}; '
+            "name its attention mask, or leave the key out if there is none"
         )
 
 
 @attrs.frozen(kw_only=True)
-class _Cutting:
-    """Cut of a layer's inputs."""
+class _TokenSelection:
+    """Selection of tokens from a layer's inputs."""
 
     mask_name: str
-    is_causal: bool  # a mask that all samples share is a triangle, of which any sorted tokens see the corner
+    is_causal: bool  # a shared mask is triangular: any sorted tokens use its corner
     sequence_axis: int  # of the hidden state; the batch is the other of the first two axes
 
     def choose(self, hidden: Tensor, num_tokens: int) -> Tensor:
-        """(batch, num_tokens) int64: sorted places of the tokens that were drawn, for each sample."""
+        """Draw tokens; return their sorted positions for each sample, (batch, num_tokens) int64."""
         batch, length = hidden.shape[1 - self.sequence_axis], hidden.shape[self.sequence_axis]
         noise = torch.rand(batch, length, device=hidden.device)
         return noise.topk(num_tokens, dim=1).indices.sort(dim=1).values
 
     def part(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """The chosen tokens of a hidden state, in its order of axes."""
+        """Return the chosen tokens of a hidden state, in its order of axes."""
         return hidden.gather(self.sequence_axis, self._index(hidden, chosen))
 
     def whole(self, hidden: Tensor, chosen: Tensor, part: Tensor) -> Tensor:
-        """`hidden` with the chosen tokens replaced by `part`."""
+        """Return `hidden` with the chosen tokens replaced by `part`."""
         return hidden.scatter(self.sequence_axis, self._index(hidden, chosen), part.to(hidden.dtype))
 
     def _index(self, hidden: Tensor, chosen: Tensor) -> Tensor:
@@ -220,20 +217,20 @@ class _Cutting:
         return index.expand(*index.shape[:2], *hidden.shape[2:])
 
     def beside(self, value: Any, chosen: Tensor, length: int) -> Any:
-        """Positions and the like: tensors of (batch or 1, sequence, ...), cut along the sequence."""
+        """Select from tensors of (batch or 1, sequence, ...), such as positions, along the sequence."""
         batch = len(chosen)
 
         def cut(tensor: Tensor) -> Tensor:
             if tensor.ndim < 2 or tensor.shape[1] != length or tensor.shape[0] not in (1, batch):
                 return tensor
-            return _taken(tensor, 1, chosen)
+            return _gather_tokens(tensor, 1, chosen)
 
         return map_tensors(value, cut)
 
     def mask(self, value: Any, chosen: Tensor, length: int) -> Any:
-        """A mask (sequence, sequence) or (batch or 1, ..., sequence), cut along every axis of that length.
+        """Select from a mask (sequence, sequence) or (batch or 1, ..., sequence), along every axis of that length.
 
-        One without a batch stays so where it is causal, and gets (batch, 1) in front where it is not.
+        A causal mask without a batch axis stays so; another one gets axes (batch, 1) in front.
         """
         batch, num_tokens = chosen.shape
 
@@ -245,14 +242,14 @@ class _Cutting:
                 tensor = tensor[None, None]
             for axis in range(1, tensor.ndim):
                 if tensor.shape[axis] == length and tensor.shape[0] in (1, batch):
-                    tensor = _taken(tensor, axis, chosen)
+                    tensor = _gather_tokens(tensor, axis, chosen)
             return tensor
 
         return map_tensors(value, cut)
 
 
-def _taken(tensor: Tensor, axis: int, chosen: Tensor) -> Tensor:
-    """Of a tensor of (batch or 1, ...) the chosen places along `axis`; the result has the batch."""
+def _gather_tokens(tensor: Tensor, axis: int, chosen: Tensor) -> Tensor:
+    """Return the chosen positions along `axis` of a tensor of (batch or 1, ...); the result has the batch axis."""
     tensor = tensor.expand(len(chosen), *tensor.shape[1:])
     shape = [len(chosen)] + [1] * (tensor.ndim - 1)
     shape[axis] = chosen.shape[1]
@@ -263,51 +260,53 @@ def _taken(tensor: Tensor, axis: int, chosen: Tensor) -> Tensor:
 
 @final
 class _TokenDrop:
-    """The two hooks on one layer.  Invariant: `_open` is empty unless the layer is running."""
+    """Hooks on one layer.  Invariant: `_open` is empty unless the layer is running."""
 
-    def __init__(self, layer: nn.Module, cutting: _Cutting, num_tokens: Callable[[], int]) -> None:
-        self.num_tokens = num_tokens  # that the layer sees in the step under way
-        self.layer_tokens = 0  # that it has worked on, without what was computed again
-        self._cutting = cutting
+    def __init__(self, layer: nn.Module, selection: _TokenSelection, num_tokens: Callable[[], int]) -> None:
+        self.num_tokens = num_tokens  # of the running step
+        self.layer_tokens = 0  # processed so far, without recomputation
+        self._selection = selection
         self._names = list(inspect.signature(layer.forward).parameters)  # of positional arguments
-        self._open: list[tuple[Tensor, Tensor]] = []  # (whole hidden state, chosen tokens) of the call that runs
+        self._open: list[tuple[Tensor, Tensor]] = []  # (whole hidden state, chosen tokens) of the running call
         self._handles: list[RemovableHandle] = [
-            layer.register_forward_pre_hook(self._before, with_kwargs=True),
-            layer.register_forward_hook(self._behind),
+            layer.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            layer.register_forward_hook(self._after_forward),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._open.clear()  # of a call that raised
         hidden = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(hidden, Tensor) or hidden.ndim < 2:
             raise TypeError(
                 f"random_ltd: the first argument of {type(layer).__name__} must be the hidden state, a tensor of "
-                f"(batch, sequence, ...) or the other way round, and it is {type(hidden).__name__}"
+                f"(batch, sequence, ...) or (sequence, batch, ...), and it is {type(hidden).__name__}"
             )
-        length = hidden.shape[self._cutting.sequence_axis]
+        length = hidden.shape[self._selection.sequence_axis]
         if not layer.training:
             return None
         tokens = min(self.num_tokens(), length)
         drops = tokens < length
-        self.layer_tokens += (backward_number() == 0) * tokens * hidden.shape[1 - self._cutting.sequence_axis]
+        self.layer_tokens += (backward_number() == 0) * tokens * hidden.shape[1 - self._selection.sequence_axis]
         if not drops:
             return None
-        chosen = self._cutting.choose(hidden, tokens)
+        chosen = self._selection.choose(hidden, tokens)
         self._open.append((hidden, chosen))
-        return self._cut(args, kwargs, hidden, chosen)
+        return self._select(args, kwargs, hidden, chosen)
 
-    def _cut(self, args: Any, kwargs: Any, hidden: Tensor, chosen: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cutting, length = self._cutting, hidden.shape[self._cutting.sequence_axis]
-        part = cutting.part(hidden, chosen)
+    def _select(
+        self, args: Any, kwargs: Any, hidden: Tensor, chosen: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        selection, length = self._selection, hidden.shape[self._selection.sequence_axis]
+        part = selection.part(hidden, chosen)
 
         def one(name: str, value: Any) -> Any:
             if value is hidden:
                 return part
-            cut = cutting.mask if name == cutting.mask_name else cutting.beside
+            cut = selection.mask if name == selection.mask_name else selection.beside
             return cut(value, chosen, length)
 
         return (
@@ -315,15 +314,15 @@ class _TokenDrop:
             {name: one(name, value) for name, value in kwargs.items()},
         )
 
-    def _behind(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._open:
             return None
         hidden, chosen = self._open.pop()
         if isinstance(output, tuple):
-            return (self._cutting.whole(hidden, chosen, output[0]), *output[1:])
+            return (self._selection.whole(hidden, chosen, output[0]), *output[1:])
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"random_ltd: {type(layer).__name__} must return the hidden state, or a tuple that begins with it, "
                 f"and it returned {type(output).__name__}"
             )
-        return self._cutting.whole(hidden, chosen, output)
+        return self._selection.whole(hidden, chosen, output)

@@ -5,11 +5,11 @@
 
 from typing import TYPE_CHECKING
 
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 
 if TYPE_CHECKING:
     from zengine.flops.profiler import FlopsProfiler, get_model_profile
 
 __all__ = ["FlopsProfiler", "get_model_profile"]
 
-__getattr__ = importing(__name__, dict.fromkeys(__all__, "zengine.flops.profiler"))
+__getattr__ = lazy_attributes(__name__, dict.fromkeys(__all__, "zengine.flops.profiler"))

@@ -1,14 +1,20 @@
-"""`flops_profiler`: profiles one step of the run module by module.
+"""FLOPs features of an engine: the operations of one step, or one micro-step module by module.
 
-Rank 0 measures the first micro-step that begins after `profile_step` steps: its forward by module, and the FLOPs of
-its backward as a whole.  A table goes to the standard output or `output_file`, and flops.json to the run's folder if
-there is one.
+`CountFlops` ("timers.throughput.count_flops_at") counts the operations of one step with torch.utils.flop_counter, for
+a chart beside the formula's: it shows the error of the formula for this model.  The step is trained anyway, so
+nothing runs twice, but it is slower.  Recomputation counts, since the device does it; operations inside a compiled
+region are not seen.
+
+`FlopsProfiling` ("flops_profiler") profiles the first micro-step that begins after `profile_step` steps, on rank 0:
+its forward by module, and the FLOPs of its backward as a whole.  A table goes to the standard output or
+`output_file`, and flops.json to the run's folder if there is one.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,8 +22,8 @@ import torch
 
 from zengine.engine.feature import Feature
 from zengine.flops.meter import make_counter
+from zengine.flops.profile import format_profile
 from zengine.flops.profiler import FlopsProfiler, publish
-from zengine.flops.table import format_profile
 from zengine.telemetry.sinks import log_os_errors
 
 if TYPE_CHECKING:
@@ -27,28 +33,65 @@ if TYPE_CHECKING:
     from zengine.engine.clock import MicroStep
     from zengine.engine.parts import Run
 
+__all__ = ["FILE", "CountFlops", "FlopsProfiling"]
+
 FILE = "flops.json"
 
 
-class Stage(enum.Enum):
+@final
+class CountFlops(Feature):
+    """Counts from the first forward of a step to its boundary, on rank 0."""
+
+    run: Run
+
+    def __init__(self, step: int) -> None:
+        self.step = step  # counted from 1
+        self.counter = make_counter()
+        self.counting: list[ExitStack] = []  # one that holds the counter's mode while it counts, else empty
+
+    def attach(self, run: Run) -> None:
+        self.run = run
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        clock = self.run.clock
+        due = clock.steps + 1 == self.step and self.run.parts.world.rank == 0
+        if due and not self.counting and torch.is_grad_enabled():
+            self.counting.append(ExitStack())
+            self.counting[0].enter_context(self.counter)
+        return args, kwargs
+
+    def step_begin(self) -> None:
+        clock, num_ranks = self.run.clock, self.run.parts.groups.table.numel()
+        while self.counting:
+            self.counting.pop().close()
+            samples = clock.samples_per_micro_step * clock.index  # of all ranks
+            self.run.parts.telemetry.counted(self.counter.get_total_flops() * num_ranks / samples)
+
+    def close(self) -> None:
+        """Stop counting a step that never completed."""
+        while self.counting:
+            self.counting.pop().close()
+
+
+class Progress(enum.Enum):
     """Progress of the measurement."""
 
     WAITING = enum.auto()  # for the step; also after a forward that raised
     FORWARD = enum.auto()  # in the forward: modules are watched
     LOSS = enum.auto()  # the forward is measured; a loss is being computed from it
     BACKWARD = enum.auto()  # the counter is on
-    DONE = enum.auto()  # told; or this rank does not measure
+    DONE = enum.auto()  # published; or this rank does not measure
 
 
 @final
 class FlopsProfiling(Feature):
-    """Measures once.  Invariant: no hook is installed between two steps."""
+    """Measures one micro-step.  Invariant: no hook is installed between two steps."""
 
     def __init__(self, plan: FlopsPlan, folder: Path | None) -> None:
-        """folder: of the run, for flops.json; None: not written."""
+        """Wait for the step.  folder: folder of the run, for flops.json; None: not written."""
         self._plan = plan
         self._folder = folder
-        self._stage = Stage.DONE
+        self._progress = Progress.DONE
         self._counter: Any = None  # of the backward, once it is counted
         self._is_counting = False  # the counter is entered
 
@@ -56,34 +99,34 @@ class FlopsProfiling(Feature):
         self._run = run
         if run.parts.world.rank == 0:
             self._profiler = FlopsProfiler(run.module, run, self._plan.recompute_fwd_factor)
-            self._stage = Stage.WAITING
+            self._progress = Progress.WAITING
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._stop_counting()
-        if self._stage is not Stage.DONE and self._is_time():
+        if self._progress is not Progress.DONE and self._is_time():
             self._profiler.start_profile()
-            self._stage = Stage.FORWARD
+            self._progress = Progress.FORWARD
         return args, kwargs
 
     def forward_end(self, output: Any) -> Any:
-        if self._stage is Stage.FORWARD:
+        if self._progress is Progress.FORWARD:
             self._profiler.stop_profile()
-            self._stage = Stage.LOSS
+            self._progress = Progress.LOSS
         return output
 
     def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
-        if self._stage is Stage.LOSS:
+        if self._progress is Progress.LOSS:
             self._counter = make_counter()
             self._counter.__enter__()
             self._is_counting = True
-            self._stage = Stage.BACKWARD
+            self._progress = Progress.BACKWARD
         return loss
 
     def backward_end(self, micro: MicroStep) -> None:
-        if self._stage is Stage.BACKWARD:
+        if self._progress is Progress.BACKWARD:
             self._stop_counting()
-            self._tell(int(self._counter.get_total_flops()))
-            self._stage = Stage.DONE
+            self._publish(int(self._counter.get_total_flops()))
+            self._progress = Progress.DONE
 
     def close(self) -> None:
         self._stop_counting()
@@ -96,10 +139,10 @@ class FlopsProfiling(Feature):
         if self._is_counting:
             self._is_counting = False
             self._counter.__exit__(None, None, None)
-        if self._stage is not Stage.DONE:
+        if self._progress is not Progress.DONE:
             self._profiler.stop_profile()
 
-    def _tell(self, backward_flops: int) -> None:
+    def _publish(self, backward_flops: int) -> None:
         """Publish the profile."""
         profile = self._profiler.profile(backward_flops)
         self._profiler.end_profile()

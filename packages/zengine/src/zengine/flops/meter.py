@@ -69,14 +69,14 @@ class FlopsMeter:
     """
 
     model: nn.Module
-    ignored: tuple[type[nn.Module], ...] = ()  # classes whose work, and that of what they hold, is left out
+    ignored: tuple[type[nn.Module], ...] = ()  # classes whose work, and that of their children, is not counted
     synchronize: Callable[[], object] = lambda: None  # waits for the device; the identity on CPUs
     clock: Callable[[], float] = time.perf_counter  # seconds
     readings: dict[str, MeterReading] = attrs.field(factory=dict, init=False)  # by path
     operations: dict[str, int] = attrs.field(factory=dict, init=False)  # FLOPs by operation, all forwards
     _counter: Any = attrs.field(default=None, init=False)  # of the forward that runs; None between two
     _running: list[Edge] = attrs.field(factory=list, init=False)  # from the model inwards
-    _left_out: int = attrs.field(default=0, init=False)  # FLOPs of ignored modules in this forward
+    _ignored_flops: int = attrs.field(default=0, init=False)  # FLOPs of ignored modules in this forward
     _handles: list[RemovableHandle] = attrs.field(factory=list, init=False)
 
     def start(self) -> None:
@@ -117,8 +117,8 @@ class FlopsMeter:
             self.synchronize()
             edge = self._running.pop()
             if isinstance(module, self.ignored):
-                self._left_out += self._counted() - edge.flops
-            elif path not in [outer.path for outer in self._running]:  # called by itself: the outer one counts
+                self._ignored_flops += self._counted() - edge.flops
+            elif path not in [outer.path for outer in self._running]:  # called recursively: the outer call counts
                 reading = self.readings[path]
                 reading.flops += self._counted() - edge.flops
                 reading.seconds += self.clock() - edge.seconds
@@ -129,10 +129,10 @@ class FlopsMeter:
         return hook
 
     def _counted(self) -> int:
-        return int(self._counter.get_total_flops()) - self._left_out
+        return int(self._counter.get_total_flops()) - self._ignored_flops
 
     def _open(self) -> None:
-        self._left_out = 0
+        self._ignored_flops = 0
         self._counter = make_counter()
         self._counter.__enter__()
 

@@ -26,12 +26,11 @@ import torch
 from torch import nn
 
 from zengine.flops.meter import FlopsMeter
-from zengine.flops.profile import FlopsProfile, ModuleCost
-from zengine.flops.table import format_profile, shown
+from zengine.flops.profile import FlopsProfile, ModuleCost, format_amount, format_profile
 
 __all__ = ["FlopsProfiler", "get_model_profile"]
 
-Shapes = Mapping[str, Sequence[int]]  # of parameters, by name, where the model does not show them
+Shapes = Mapping[str, Sequence[int]]  # full shapes of parameters by name, where a rank holds a part
 
 
 @final
@@ -50,7 +49,7 @@ class FlopsProfiler:
         self._device = next((param.device for param in self._model.parameters()), torch.device("cpu"))
         self._meter = FlopsMeter(self._model)
 
-    def without_time(self) -> None:
+    def disable_timing(self) -> None:
         """Disable timing, for a model on the meta device."""
         self._device = torch.device("meta")
 
@@ -75,7 +74,7 @@ class FlopsProfiler:
 
     def profile(self, backward_flops: int = 0) -> FlopsProfile:
         """Return the counts so far as a value."""
-        params = params_below(self._model, self._shapes)
+        params = count_params(self._model, self._shapes)
         costs = [
             ModuleCost(
                 path=path,
@@ -90,7 +89,7 @@ class FlopsProfiler:
         ]
         model = ModuleCost(path="", kind=type(self._model).__name__, params=params[""])
         return FlopsProfile(
-            modules=with_containers(costs or [model]),
+            modules=fill_containers(costs or [model]),
             operations=dict(self._meter.operations),
             backward_flops=backward_flops,
             recompute_factor=self._recompute,
@@ -99,12 +98,12 @@ class FlopsProfiler:
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Return the FLOPs of the forwards."""
         flops = self.profile().total.flops
-        return shown(flops, "FLOPs") if as_string else flops
+        return format_amount(flops, "FLOPs") if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """Return the multiply-adds of the forwards."""
         macs = self.profile().total.macs
-        return shown(macs, "MACs") if as_string else macs
+        return format_amount(macs, "MACs") if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """Return the seconds of the forwards, as a string in milliseconds; counting slows them."""
@@ -114,7 +113,7 @@ class FlopsProfiler:
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Return the number of elements of all parameters."""
         params = self.profile().total.params
-        return shown(params) if as_string else params
+        return format_amount(params) if as_string else params
 
     def print_model_profile(
         self,
@@ -153,16 +152,18 @@ def get_model_profile(
 ) -> tuple[Any, Any, Any]:
     """Return (FLOPs, MACs, parameters) of one call of `model`, as numbers or as text.
 
-    input_shape: calls `model(x)` with x of ones in the parameters' dtype; otherwise args and kwargs are passed on.
-    warm_up: calls before the measured one.  mode: "forward", or "generate" for `model.generate(...)`. meta:
-    parameters, buffers and inputs become meta tensors for the call, so nothing is computed and a model of any size
-    answers at once; a forward that reads values (`.item()`, data-dependent shapes) fails. Raises ValueError without
-    input_shape, args and kwargs.
+    input_shape: call `model(x)` with x of ones in the parameters' dtype; otherwise args and kwargs are passed.
+    warm_up: calls before the measured one.  mode: "forward", or "generate" for `model.generate(...)`.
+    meta: use meta tensors for parameters, buffers and inputs, so that nothing is computed and a model of any size
+        returns at once; a forward that reads values (`.item()`, data-dependent shapes) fails.
+
+    Raises:
+        ValueError: input_shape, args and kwargs are all missing, or `mode` is another word.
     """
     call = _call_of(model, input_shape, (tuple(args), dict(kwargs or {})), mode, meta)
     profiler = FlopsProfiler(model)
     if meta:
-        profiler.without_time()
+        profiler.disable_timing()
     was_training = model.training
     model.eval()
     try:
@@ -187,8 +188,8 @@ def _timing(device: torch.device) -> tuple[Callable[[], object], Callable[[], fl
     return lambda: None, (lambda: 0.0) if device.type == "meta" else time.perf_counter
 
 
-def with_containers(costs: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:
-    """Give modules that are never called (a ModuleList) the sum of their children."""
+def fill_containers(costs: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:
+    """Return the costs, with the sum of the children for modules that are never called (a ModuleList)."""
     found: dict[str, ModuleCost] = {}
     sums: dict[str, tuple[int, float]] = {}  # FLOPs and ms of the children so far, by parent
     for cost in sorted(costs, key=lambda cost: -cost.depth):
@@ -201,7 +202,7 @@ def with_containers(costs: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:
     return tuple(found[cost.path] for cost in costs)
 
 
-def params_below(model: nn.Module, shapes: Shapes) -> dict[str, int]:
+def count_params(model: nn.Module, shapes: Shapes) -> dict[str, int]:
     """Return the number of parameter elements that each module reaches, by path; each parameter once."""
     numels = {
         id(param): torch.Size(shapes[name]).numel() if name in shapes else param.numel()
@@ -227,33 +228,33 @@ def _call_of(
     mode: str,
     meta: bool,
 ) -> Callable[[], Any]:
-    """Return one call of the model as a function without arguments."""
+    """Return a function that calls the model once."""
     args, kwargs = given
     if shape is not None:
         first = next(model.parameters(), torch.empty(0))
         args = (torch.ones(tuple(shape), dtype=first.dtype, device=first.device),)
     if not args and not kwargs:
         raise ValueError(
-            "get_model_profile has nothing to call the model with: give input_shape=(2, 16) for a model of one "
+            "get_model_profile has nothing to call the model with: pass input_shape=(2, 16) for a model of one "
             "floating tensor, else args=(...) or kwargs={...}"
         )
     if mode not in ("forward", "generate"):
-        raise ValueError(f'get_model_profile(mode={mode!r}): the modes are "forward" and "generate"')
+        raise ValueError(f'get_model_profile(mode={mode!r}): use "forward" or "generate"')
     if not meta:
         target = model if mode == "forward" else model.generate
         return lambda: target(*args, **kwargs)  # type: ignore[operator]
     if mode == "generate":
-        raise ValueError('get_model_profile(meta=True) cannot generate, which reads values: use mode="forward"')
-    state = without_memory(dict((*model.named_parameters(), *model.named_buffers())))
-    return lambda: torch.func.functional_call(model, state, without_memory(args), without_memory(kwargs))
+        raise ValueError('get_model_profile(meta=True) cannot run generate, which reads values: use mode="forward"')
+    state = to_meta(dict((*model.named_parameters(), *model.named_buffers())))
+    return lambda: torch.func.functional_call(model, state, to_meta(args), to_meta(kwargs))
 
 
-def without_memory(value: Any) -> Any:
+def to_meta(value: Any) -> Any:
     """Return meta tensors for the tensors in lists, tuples and dicts; other values are unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("meta")
     if isinstance(value, dict):
-        return {key: without_memory(item) for key, item in value.items()}
+        return {key: to_meta(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(without_memory, value))
+        return type(value)(map(to_meta, value))
     return value

@@ -28,12 +28,12 @@ from zengine._compat import backward_number
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
-class RecomputedStage(enum.Enum):
-    """Progress of a probe."""
+class ObserverPhase(enum.Enum):
+    """Progress of a probe, which observes one step."""
 
-    WAITING = "waiting"  # for the first forward
-    LOOKING = "looking"  # at the modules that run
-    OVER = "over"  # everything is known; no hooks
+    WAITING = "waiting"  # before the first forward
+    OBSERVING = "observing"  # hooks record the modules that run
+    DONE = "done"  # the share is known; no hooks
 
 
 @final
@@ -45,7 +45,7 @@ class Probe:
     """
 
     modules: tuple[nn.Module, ...] = ()  # those of the layers that have matrices of their own
-    stage: RecomputedStage = RecomputedStage.WAITING
+    phase: ObserverPhase = ObserverPhase.WAITING
     again: set[nn.Module] = attrs.field(factory=set)  # those that ran in backward
     hooks: list[RemovableHandle] = attrs.field(factory=list)
 
@@ -59,19 +59,19 @@ class Probe:
 
     def forward_begin(self) -> None:
         """Install the hooks at the first training forward."""
-        if self.stage is RecomputedStage.WAITING and self.modules:
-            self.hooks = [each.register_forward_pre_hook(self._runs) for each in self.modules]
-            self.stage = RecomputedStage.LOOKING
+        if self.phase is ObserverPhase.WAITING and self.modules:
+            self.hooks = [each.register_forward_pre_hook(self._record_run) for each in self.modules]
+            self.phase = ObserverPhase.OBSERVING
 
     def finish(self) -> tuple[float, ...]:
         """End the step; return the recomputed share once it is known, else ()."""
-        if self.stage is not RecomputedStage.LOOKING:
+        if self.phase is not ObserverPhase.OBSERVING:
             return ()
         self.close()
         total, self.modules = sum(map(_matrix_numel, self.modules)), ()
         return (sum(map(_matrix_numel, self.again)) / total,)
 
-    def _runs(self, module: nn.Module, _args: Any) -> None:
+    def _record_run(self, module: nn.Module, _args: Any) -> None:
         if backward_number():
             self.again.add(module)
 
@@ -79,7 +79,7 @@ class Probe:
         """Remove the hooks."""
         while self.hooks:
             self.hooks.pop().remove()
-        self.stage = RecomputedStage.OVER
+        self.phase = ObserverPhase.DONE
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -100,7 +100,7 @@ def _outermost(model: nn.Module, kind: type[nn.ModuleList] | type[nn.Sequential]
 
 
 def _alike(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Yield the modules that have a sibling of their class."""
+    """Return the modules that have a sibling of their class."""
     given = list(modules)
     counts = collections.Counter(map(type, given))
     return [each for each in given if counts[type(each)] > 1]

@@ -4,7 +4,7 @@ write_report([Path("runs/a")], Path("runs/a/report.html"))        # zengine repo
 write_report([Path("runs/a"), Path("runs/b")], Path("ab.html"))   # overlaid
 """
 
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 from zengine.reporting.page import write_report
 from zengine.reporting.runs import NoRunError, RecordedRun, read_run
 
@@ -12,4 +12,4 @@ __all__ = ["NoRunError", "RecordedRun", "read_run", "write_report"]
 
 RENAMED = {"Run": "zengine.reporting.RecordedRun"}
 
-__getattr__ = importing(__name__, {}, RENAMED)
+__getattr__ = lazy_attributes(__name__, {}, RENAMED)

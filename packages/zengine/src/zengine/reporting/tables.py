@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from zengine.flops.profile import FlopsProfile, ModuleCost
-from zengine.flops.table import shown
+from zengine.flops.profile import FlopsProfile, ModuleCost, format_amount
 from zengine.reporting.curves import LOSS, NORM, SCALE, skipped_steps
 from zengine.reporting.document import allow_breaks, bar, bars, details, section, shorten, table
 from zengine.reporting.runs import PlanRow, RecordedRun
@@ -33,8 +32,9 @@ def flops_section(run: RecordedRun) -> str:
     rows = [_flops_row(group, total) for group in groups[:MAX_ROWS]]
     header = ("module", "class", "parameters", "FLOPs forward", "", "share", "ms forward", "share")
     sentence = (
-        f"One forward of one rank's micro-batch: {shown(total.flops, 'FLOPs')}, {shown(total.params)} parameters. "
-        f"Matrix products, convolutions and attention are counted; modules whose names differ in numbers share a row."
+        f"One forward of one rank's micro-batch: {format_amount(total.flops, 'FLOPs')}, "
+        f"{format_amount(total.params)} parameters. "
+        "Matrix products, convolutions and attention are counted; modules whose names differ in numbers share a row."
     )
     if profile.backward_flops and total.flops:
         sentence += f" Its backward took {profile.backward_flops / total.flops:.2f} times as many FLOPs."
@@ -71,7 +71,11 @@ def _flops_row(group: Group, total: ModuleCost) -> tuple[str, list[str]]:
     cost, share = group.cost, _share(group.cost.flops, total.flops)
     indent = f'<span style="padding-left:{14 * (cost.depth - 1)}px">{html.escape(_last(group.pattern))}</span>'
     kind = html.escape(cost.kind) + (f" <i>&times;{group.count}</i>" if group.count > 1 else "")
-    numbers = [shown(cost.params) if cost.params else "", shown(cost.flops) if cost.flops else "", bar(share)]
+    numbers = [
+        format_amount(cost.params) if cost.params else "",
+        format_amount(cost.flops) if cost.flops else "",
+        bar(share),
+    ]
     times = [f"{cost.ms:.2f}", f"{_share(cost.ms, total.ms):.1%}"] if cost.ms else ["", ""]
     return f"depth{min(cost.depth, 3)}", [indent, kind, *numbers, f"{share:.1%}" if cost.flops else "", *times]
 

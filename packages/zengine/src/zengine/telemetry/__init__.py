@@ -11,7 +11,7 @@ Importing this package imports no writer: tensorboard and wandb are loaded when 
 
 from typing import TYPE_CHECKING
 
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 from zengine.telemetry.make import make_telemetry
 from zengine.telemetry.silent import Silent
 
@@ -34,4 +34,4 @@ RENAMED = {
     "get_model_profile": "zengine.flops.get_model_profile",
 }
 
-__getattr__ = importing(__name__, _HOME_OF, RENAMED)
+__getattr__ = lazy_attributes(__name__, _HOME_OF, RENAMED)

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from zengine.data.loaders.fetch import BatchFetcher
-from zengine.rehearse import rehearsed
+from zengine.trial_load import trial_load
 
 _END = object()
 _MOST = 2**62
@@ -160,7 +160,7 @@ def do_nothing() -> None:
 def prepare_restore(holder: Any, state: Any, name: str) -> Callable[[], None]:
     """Prepare the restore of a user's sampler or dataset; its errors become a ValueError that names it."""
     try:
-        return rehearsed(holder, state)
+        return trial_load(holder, state)
     except Exception as error:  # user code
         raise ValueError(
             f"loader state: {name}: {type(holder).__name__}.load_state_dict raised {type(error).__name__}: {error}"

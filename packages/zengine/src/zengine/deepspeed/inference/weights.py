@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zpartition
-from zengine.checkpoint.huggingface import as_module_has_them
+from zengine.checkpoint.huggingface import to_module_names
 
 __all__ = ["check_fits", "is_on_meta", "load", "materialize"]
 
@@ -74,7 +74,7 @@ def _open_slices(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
     joining, held = zpartition.FullTensors.of(module), module.state_dict(keep_vars=True)
     shapes = {name: joining.shape(value) for name, value in held.items() if isinstance(value, Tensor)}
     with zckpt.interchange.read_weights(path) as weights:
-        yield as_module_has_them(weights, module, shapes)
+        yield to_module_names(weights, module, shapes)
 
 
 def _own_tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Sinks: where telemetry writes its snapshots.  `zengine.telemetry.sinks.table` lists those of the config."""
 
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, log_os_errors
 
 __all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "log_os_errors"]
@@ -18,4 +18,4 @@ RENAMED = {
     "training_goes_on": "zengine.telemetry.sinks.log_os_errors",
 }
 
-__getattr__ = importing(__name__, {}, RENAMED)
+__getattr__ = lazy_attributes(__name__, {}, RENAMED)

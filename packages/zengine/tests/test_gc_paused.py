@@ -1,4 +1,4 @@
-"""The collector rests inside, and is as it was afterwards."""
+"""`gc_paused` disables the collector inside and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import weakref
 
 import pytest
 
-from zengine.imports import uncollected
+from zengine.imports import gc_paused
 
 
 def test_it_rests_inside_also_when_nested_and_after_an_exception():
     assert gc.isenabled()
-    with uncollected(), uncollected():
+    with gc_paused(), gc_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(KeyError), uncollected():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()
 
@@ -24,7 +24,7 @@ def test_what_is_made_inside_counts_as_old_and_is_collected_all_the_same():
     class Node:
         pass
 
-    with uncollected():
+    with gc_paused():
         node = Node()
         node.itself = node
         alive = weakref.ref(node)
@@ -39,7 +39,7 @@ def test_what_is_made_inside_counts_as_old_and_is_collected_all_the_same():
 def test_a_collector_that_was_off_stays_off():
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

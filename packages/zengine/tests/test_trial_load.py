@@ -1,4 +1,4 @@
-"""What can only load is asked by loading, and is as before."""
+"""A trial load leaves the object unchanged, and commits later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zengine.rehearse import rehearsed
+from zengine.trial_load import trial_load
 
 
 class Picky:
@@ -27,7 +27,7 @@ class Picky:
 def test_a_state_that_is_taken_is_loaded_later() -> None:
     holder = Picky()
     seen = holder.seen
-    commit = rehearsed(holder, {"number": 5, "seen": [2]})
+    commit = trial_load(holder, {"number": 5, "seen": [2]})
     assert (holder.number, holder.seen, seen) == (1, [1], [1])
     commit()
     assert (holder.number, holder.seen) == (5, [2])
@@ -36,7 +36,7 @@ def test_a_state_that_is_taken_is_loaded_later() -> None:
 def test_a_state_that_is_refused_leaves_nothing() -> None:
     holder, reached = Picky(), []
     with pytest.raises(KeyError):
-        rehearsed(holder, {"number": -5, "more": 1}, restore=lambda: reached.append(holder.number))
+        trial_load(holder, {"number": -5, "more": 1}, restore=lambda: reached.append(holder.number))
     assert vars(holder) == {"number": 1, "seen": [1]}
     assert reached == [1]
 
@@ -48,5 +48,5 @@ def test_a_judge_looks_at_the_object_with_the_state() -> None:
         raise ValueError(f"{holder.number} is too much")
 
     with pytest.raises(ValueError, match="9 is too much"):
-        rehearsed(holder, {"number": 9, "seen": []}, judge)
+        trial_load(holder, {"number": 9, "seen": []}, judge)
     assert holder.number == 1

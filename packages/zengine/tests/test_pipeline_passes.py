@@ -1,4 +1,4 @@
-"""One forward and one backward of a stage, as an engine carries them out."""
+"""Forward and backward of a stage with the parts of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from zengine.engine.pipeline_passes import EnginePasses
+from zengine.pipeline_engine import EnginePasses
 
 
 class Log:
@@ -49,7 +49,7 @@ def test_a_stage_runs_as_the_runner_runs_modules() -> None:
 def test_a_backward_is_a_round_and_the_first_one_is_announced() -> None:
     log = Log()
     passes = passes_of(log)
-    passes.announce = lambda: log.told.append("first")
+    passes.before_backward = lambda: log.told.append("first")
     for is_last in (False, True):
         with passes.backward(is_last=is_last):
             log.told.append("backward runs")
