@@ -66,7 +66,7 @@ def test_one_rank_trains_and_writes_all_outputs(tmp_path):
     assert {row["step"] for row in rows_of(run) if "validation" in row} == {10}
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     report = (run / "report.html").read_text()
-    assert "Step time by phase" in report
+    assert "Where a step&#x27;s time goes" in report
     result = json.loads((run / "result.json").read_text())
     assert result["bigram"] < result["unigram"] < 8
     last_lines = output.splitlines()[-3:]
