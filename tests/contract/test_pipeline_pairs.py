@@ -209,5 +209,5 @@ def test_weights_of_split_stages_come_together_on_rank_0(name: str) -> None:
 
 
 def test_how_a_part_of_a_model_is_split_has_to_be_written() -> None:
-    with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"):
+    with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: the split of its layers"):
         run_ranks(train, 4, INFERRED, 2, [(0, 1)])
