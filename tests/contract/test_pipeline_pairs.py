@@ -209,5 +209,5 @@ def test_rank_0_exports_whole_weights_of_split_stages(name: str) -> None:
 
 
 def test_a_split_stage_needs_explicit_tensor_parallel_specs() -> None:
-    with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"):
+    with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: the split of its layers"):
         run_ranks(train, 4, INFERRED, 2, [(0, 1)])

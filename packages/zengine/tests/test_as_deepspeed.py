@@ -49,7 +49,7 @@ engine.destroy()
 @pytest.fixture(autouse=True)
 def nobody_has_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries that other tests have imported, when there was no deepspeed, are as if they had not."""
-    for name in as_deepspeed._ASK_ONCE:
+    for name in as_deepspeed._LOOK_ONCE:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 

@@ -118,10 +118,10 @@ def make_engine(
         from zengine.build.assemble import assemble, make_features
         from zengine.build.pipeline import fit_plan
         from zengine.build.trainable import dtypes_of
-        from zengine.config.plan.fit_model import follow_model
+        from zengine.config.plan.fit_model import adapt_to_model
         from zengine.deepspeed_engine import DeepSpeedEngine
         from zengine.engine.optimizer_calls import OptimizerCalls
-    plan, notice = follow_model(fit_plan(model, plan), dtypes_of(model))
+    plan, notice = adapt_to_model(fit_plan(model, plan), dtypes_of(model))
     _warn(world, notice)
     parts = assemble(model, client, plan, world, groups)
     if is_pipeline(model):

@@ -27,8 +27,8 @@ def test_each_key_chooses_a_part() -> None:
         return make_checkpointing(ActivationCheckpointing(**section), ModelParallelGroup(None, 2, 1), CPU)
 
     plain = made()
-    assert (plain.saved_inputs.cell, type(plain.saved_inputs.store)) == (ALONE, DeviceStore)
-    assert made(partition_activations=True).saved_inputs.cell.size == 2
+    assert (plain.saved_inputs.mp_group, type(plain.saved_inputs.store)) == (ALONE, DeviceStore)
+    assert made(partition_activations=True).saved_inputs.mp_group.size == 2
     assert isinstance(made(cpu_checkpointing=True).saved_inputs.store, HostStore)
     arena = made(contiguous_memory_optimization=True, number_checkpoints=3, cpu_checkpointing=True).saved_inputs.store
     assert isinstance(arena, ArenaStore)

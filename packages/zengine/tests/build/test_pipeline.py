@@ -77,7 +77,7 @@ def test_keys_for_a_model_without_stages_say_so(caplog: pytest.LogCaptureFixture
     plain = nn.Linear(2, 2)
     with caplog.at_level(logging.WARNING, "zengine"):
         fit_plan(plain, plan_of(plain, pipeline={"schedule": "gpipe"}))
-    assert caplog.messages == ["pipeline.schedule: no effect, since the model is no PipelineModule"]
+    assert caplog.messages == ["pipeline.schedule: no effect, since the model is not a PipelineModule"]
 
 
 def test_they_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +86,7 @@ def test_they_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "zengine"):
         zengine.initialize(model=nn.Linear(2, 2), config=config)[0].close()
     assert [text for text in caplog.messages if text.startswith("pipeline.schedule")] == [
-        "pipeline.schedule: no effect, since the model is no PipelineModule"
+        "pipeline.schedule: no effect, since the model is not a PipelineModule"
     ]
 
 

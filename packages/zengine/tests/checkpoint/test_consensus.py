@@ -12,7 +12,7 @@ import zckpt
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.checkpoint.consensus import GroupPeers, common_tag, find, named, on_every_rank
+from zengine.checkpoint.consensus import GroupPeers, common_tag, errors_at, find, on_every_rank
 
 
 def _peers() -> GroupPeers:
@@ -118,6 +118,6 @@ def test_an_error_of_zckpts_is_of_its_class_on_every_rank():
 @pytest.mark.parametrize("error", [KeyError("key"), TypeError("no number"), AttributeError("items"), IndexError()])
 def test_whatever_an_owner_trips_over_names_file_and_key(error):
     node = zckpt.Node(5, "runs/a/manifest.json: objects['clock']", zckpt.CheckpointStateError)
-    with pytest.raises(zckpt.CheckpointStateError) as told, named(node):
+    with pytest.raises(zckpt.CheckpointStateError) as told, errors_at(node):
         raise error
     assert str(told.value).startswith("runs/a/manifest.json: objects['clock']: ")

@@ -83,8 +83,8 @@ def test_what_a_model_says_that_it_ignores_is_left_out() -> None:
 @pytest.mark.parametrize("kind", ["PermuteForRope", "Interleave"])
 def test_a_conversion_that_mixes_rows_is_refused_by_name(kind: str) -> None:
     wanted = (
-        rf"model.layers.0.self_attn.q_proj.weight is made of attention.wq.weight by {kind}, which each rank cannot "
-        r"do for its own part alone .*: fill the model with from_pretrained before initialize"
+        rf"model.layers.0.self_attn.q_proj.weight is made of attention.wq.weight by {kind}, which a rank cannot "
+        r"do for its own part alone .*: load the model with from_pretrained before initialize"
     )
     with pytest.raises(CheckpointInputError, match=wanted):
         converted(

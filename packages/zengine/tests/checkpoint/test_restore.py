@@ -46,7 +46,7 @@ def steps(engine: Any, batches: Any, count: int) -> list[float]:
 
 def goes_back(directory: str, stage: int, scaled: bool, zero: dict[str, Any]) -> None:
     engine, optimizer, loader, _ = engine_of(stage, scaled=scaled, **zero)
-    with pytest.raises(ValueError, match=r"needs a save_checkpoint\(\) before it"):
+    with pytest.raises(ValueError, match=r"needs an earlier save_checkpoint\(\)"):
         engine.restore_from_memory()
     steps(engine, iter(loader), 2)
     engine.save_checkpoint(directory, "a", client_state={"note": 5})

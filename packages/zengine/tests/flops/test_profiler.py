@@ -185,8 +185,8 @@ def test_get_model_profile_counts_a_generation() -> None:
     ("options", "message"),
     [
         ({}, "nothing to call the model with"),
-        ({"args": (1,), "mode": "train"}, '"forward" and "generate"'),
-        ({"args": (1,), "mode": "generate", "meta": True}, "cannot generate"),
+        ({"args": (1,), "mode": "train"}, '"forward" or "generate"'),
+        ({"args": (1,), "mode": "generate", "meta": True}, "cannot run generate"),
     ],
 )
 def test_mistakes_are_told(options, message) -> None:

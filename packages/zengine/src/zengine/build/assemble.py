@@ -429,7 +429,7 @@ def _check_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """
     master = plan.precision.master
     if master is None:
-        return  # `follow_model` warns with the model's dtype
+        return  # `adapt_to_model` warns with the model's dtype
     is_requested = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
     if master == torch.float16 and not is_requested and type(optimizer).__name__ != "SGD":
         raise ValueError(

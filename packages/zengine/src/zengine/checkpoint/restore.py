@@ -238,7 +238,9 @@ def _warn_missing_states(run: Run, saved: frozenset[str]) -> None:
 def _follow_masters(kinds: Kinds, checkpoint: Source, run: Run) -> Kinds:
     """Return `kinds` with the masters' present dtype for states that were saved in the masters' dtype.
 
-    torch's optimizers need that, and their load_state_dict does the same.  An optimizer with its own formats\n    (`load_portable_state`) gets the values as saved, and encodes them.\n    """
+    torch's optimizers need that, and their load_state_dict does the same.  An optimizer with its own formats
+    (`load_portable_state`) gets the values as saved, and encodes them.
+    """
     if hasattr(run.optimizer, "load_portable_state"):
         return kinds
     saved = {name.removeprefix(MODEL): entry.dtype for name, entry in checkpoint.manifest.tensors.items()}

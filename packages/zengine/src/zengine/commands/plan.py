@@ -87,7 +87,7 @@ def _make_model(arguments: argparse.Namespace) -> tuple[nn.Module, str]:
     """Return the model to plan for, on the meta device, and its description."""
     if arguments.model:
         try:
-            made = called(arguments.model)
+            made = build_model(arguments.model)
         except NotAFactory as error:
             raise CommandError(f"--model {error}") from None
         return made, f"{arguments.model} ({sum(p.numel() for p in made.parameters()) / 1e6:,.1f}M parameters)"

@@ -13,7 +13,7 @@ from zengine.data.order.curriculum import CurriculumOrder, DifficultyType, Limit
 from zengine.data.order.order import BatchIndices, Order
 from zengine.data.order.packing import PackedOrder, Packing, PickingOrder
 from zengine.data.order.schedules import Custom, FixedDiscrete, FixedRoot
-from zengine.imports import importing
+from zengine.imports import lazy_attributes
 
 __all__ = [
     "BatchFetcher",
@@ -58,4 +58,4 @@ RENAMED = {
     "delivery_to": "zengine.data.make_prefetcher",
 }
 
-__getattr__ = importing(__name__, {}, RENAMED)
+__getattr__ = lazy_attributes(__name__, {}, RENAMED)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
@@ -119,5 +118,5 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
 def _needs_run(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:
     """Return True if the plan must be inferred by running the model, and the whole model fits into memory."""
     parallelism = config.parallelism
-    is_small = sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL
+    is_small = sum(param.numel() for param in module.parameters()) <= VERIFIED_NUMEL
     return not parallelism.is_single_rank and is_small and splitting.written_plan(module, parallelism) is None
