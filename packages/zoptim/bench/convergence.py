@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     keys = [run.key for run in RUNS]
     result.add_argument("--only", type=lambda words: _known(words, keys), default=keys, metavar="KEY,KEY")
-    result.add_argument("--list", action="store_true", help="say which runs there are")
+    result.add_argument("--list", action="store_true", help="list the runs")
     result.add_argument("--steps", type=int, default=400, help="updates of a run (400)")
     result.add_argument("--batch", type=int, default=8, help="windows of a step (8)")
     result.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")

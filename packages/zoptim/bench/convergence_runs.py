@@ -19,7 +19,7 @@ class Run:
     key: str
     title: str
     optimizer: str = "AdamW"  # the name in a config; "torch.X" is torch's own
-    options: dict[str, Any] = attrs.field(factory=dict)  # beside those of the main job's config
+    options: dict[str, Any] = attrs.field(factory=dict)  # added to those of the main job's config
     weights: torch.dtype = torch.float32
     seed: int = 0  # of the initial weights and the order of the text
     as_main_job: bool = True  # starts from the options in the main job's config, which are AdamW's

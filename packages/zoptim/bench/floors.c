@@ -1,9 +1,9 @@
 /* Floors: loops that move the bytes of an optimizer step, with negligible arithmetic.
  *
- * Every loop reads and writes the very streams of one case, in one pass (LAMB and the whole boundary: two), and
- * combines them by xor with `x & mask`.  The mask is 0, which the compiler cannot know: all bytes move, no value
- * changes, so floors and optimizers can share their memory.  Threads are torch's, as in zoptim's own rt.c: the
- * address of GOMP_parallel is handed in, and no second team spins beside torch's.
+ * Every loop reads and writes the streams of one case, in one pass (LAMB and the whole boundary: two), and combines
+ * them by xor with `x & mask`.  The mask is 0, which the compiler cannot know: all bytes move, no value changes, so
+ * floors and optimizers can share their memory.  Threads are torch's, as in zoptim's rt.c: the address of
+ * GOMP_parallel is an argument, and no second thread pool competes with torch's.
  */
 #include <stdint.h>
 

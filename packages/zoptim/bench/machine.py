@@ -55,14 +55,14 @@ class Watch:
 
     wall: float = attrs.field(factory=time.monotonic)
     own: float = attrs.field(factory=lambda: sum(os.times()[:4]))
-    everyone: float | None = attrs.field(factory=lambda: _busy_seconds())
+    total: float | None = attrs.field(factory=lambda: _busy_seconds())
 
     def others(self) -> float | None:
         """Cores that other processes kept busy, on average; None if the system does not report it."""
         now = Watch()
-        if self.everyone is None or now.everyone is None:
+        if self.total is None or now.total is None:
             return None
-        busy = now.everyone - self.everyone - (now.own - self.own)
+        busy = now.total - self.total - (now.own - self.own)
         return max(0.0, busy / max(now.wall - self.wall, 1e-3))
 
 

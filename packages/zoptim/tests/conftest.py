@@ -18,7 +18,7 @@ from torch import Tensor
 import zoptim
 from zoptim.rules.elementwise import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
 
-Memory = Any  # whatever a rule remembers of one tensor
+Memory = Any  # the state of a rule for one tensor
 
 
 @attrs.frozen
@@ -30,8 +30,8 @@ class Row:
     options: dict[str, Any]
     rule: Callable[[Tensor, Tensor, Memory], tuple[Tensor, Memory]]  # pure; Memory None before the first update
     torch_class: type[torch.optim.Optimizer] | None  # None: torch has no such option
-    pace: float = 0.05  # an lr that brings a quadratic home in 200 steps
-    elementwise: bool = True  # what the class must say of itself
+    pace: float = 0.05  # an lr with which a quadratic converges in 200 steps
+    elementwise: bool = True  # the class attribute
 
     def make(self, params: list[Tensor], **more: Any) -> zoptim.FlatOptimizer:
         return self.ours(params, **self.options, **more)

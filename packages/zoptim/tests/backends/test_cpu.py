@@ -63,7 +63,7 @@ def test_a_gradient_in_a_weights_memory_raises_with_its_name(which: str) -> None
     dict(params)[which].grad = params[0][1].detach()
     optimizer = zoptim.AdamW(params)
     with pytest.raises(
-        ValueError, match=rf"gradient of parameter . of group 0 \('{which}'\) overlaps memory that the"
+        ValueError, match=rf"gradient of parameter . of group 0 \('{which}'\) overlaps a weight or a state that the"
     ):
         optimizer.step()
     assert torch.equal(params[0][1].detach(), torch.ones(8))

@@ -99,7 +99,7 @@ def test_a_copy_steps_once_its_segments_are_set(lab: Any) -> None:
         ValueError, match="parameter 0 of group 0 is that of a flat shard; give the positions of its tensors with"
     ):
         twin.step()
-    with pytest.raises(ValueError, match=r"row_var .* has shape \(36,\), where \(4,\) belongs to its segments"):
+    with pytest.raises(ValueError, match=r"row_var .* has shape \(36,\), but \(4,\) belongs to its segments"):
         twin.place_segments({other: [Segment(0, (4, 5))]})
     twin.place_segments({other: SEGMENTS})
     train(twin, other, range(2, 4), lab)
@@ -112,7 +112,7 @@ def test_segments_that_do_not_fit_raise() -> None:
     optimizer = zoptim.Adafactor([shard])
     with pytest.raises(ValueError, match="disjoint"):
         optimizer.place_segments({shard: [Segment(0, (4, 5)), Segment(10, (4, 5))]})
-    with pytest.raises(ValueError, match="reach to element 50; the shard has 40"):
+    with pytest.raises(ValueError, match="end at element 50; the shard has 40"):
         optimizer.place_segments({shard: [Segment(0, (5, 10))]})
     with pytest.raises(ValueError, match=r"shape \(25,\) is not a parameter of this Adafactor"):
         optimizer.place_segments({torch.zeros(25): [Segment(0, (5, 5))]})

@@ -198,17 +198,17 @@ def test_state_for_an_unknown_tensor_raises(lab: Any) -> None:
             torch.ones(3),
             torch.ones(3),
             TypeError,
-            r"torch\.float32 master and a torch\.float32 weight; it takes .*bfloat16",
+            r"torch\.float32 master and a torch\.float32 weight; it needs .*bfloat16",
         ),
         (torch.ones(3).bfloat16(), torch.ones(3).bfloat16(), TypeError, r"a torch\.bfloat16 master"),
         (
             torch.ones(3),
             torch.ones(4).bfloat16(),
             ValueError,
-            r"the master has shape, device and strides .*must agree",
+            r"the master has shape, device and strides .*must be equal",
         ),
-        (torch.ones(2, 3), torch.ones(3, 2).t().bfloat16(), ValueError, r"must agree"),
-        (torch.ones(3), torch.ones(3, device="meta").half(), ValueError, r"must agree"),
+        (torch.ones(2, 3), torch.ones(3, 2).t().bfloat16(), ValueError, r"must be equal"),
+        (torch.ones(3), torch.ones(3, device="meta").half(), ValueError, r"must be equal"),
     ],
 )
 def test_a_weight_that_cannot_mirror_its_master_raises(

@@ -107,7 +107,7 @@ def test_groups_and_generators_are_accepted_as_in_torch() -> None:
         (
             "Adam",
             {"torch_adam": True, "state_dtype": "bf16"},
-            r"torch_adam=True and state_dtype='bf16'.*honours state_dtype",
+            r"torch_adam=True and state_dtype='bf16'.*supports state_dtype",
         ),
         ("Adam", {"torch_adam": True, "split_master": True}, r"torch_adam=True and split_master=True"),
         (

@@ -305,7 +305,7 @@ def test_tensors_that_are_whole_keep_their_own_norms_beside_cut_ones(lab: Any) -
             "begins before 8, the end of the previous segment; segments must be disjoint",
         ),
         ([Segment(16, (8,))], {}, "segments end at element 24; the shard has 20 elements"),
-        ([Segment(0, (8,), 3)], {"num_tensors": 3}, "a segment has index 3; num_tensors=3 allows 0 to one less"),
+        ([Segment(0, (8,), 3)], {"num_tensors": 3}, "a segment has index 3; num_tensors=3 allows \\[0, 3\\)"),
         ([Segment(0, (8,), -1)], {"num_tensors": 3}, "a segment has index -1; num_tensors=3"),
     ],
 )

@@ -102,7 +102,12 @@ def test_fused_and_foreach_exclude_each_other(check: Check, good: dict[str, Any]
         (check_lamb, LAMB, {"state_dtype": torch.float16}, r"state_dtype is fp16; LAMB accepts fp32, bf16 and 8bit"),
         (check_lamb, LAMB, {"min_coeff": -0.1}, r"min_coeff is -0\.1; it must be a number in \[0, inf\)"),
         (check_lamb, LAMB, {"max_coeff": math.inf}, r"max_coeff is inf; it must be a number in \[0, inf\)"),
-        (check_lamb, LAMB, {"min_coeff": 2.0, "max_coeff": 1.0}, r"max_coeff is 1\.0, below min_coeff 2"),
+        (
+            check_lamb,
+            LAMB,
+            {"min_coeff": 2.0, "max_coeff": 1.0},
+            r"max_coeff is 1\.0; it must be at least min_coeff, 2",
+        ),
     ],
 )
 def test_own_options_are_checked(check: Check, good: dict[str, Any], options: dict[str, Any], message: str) -> None:

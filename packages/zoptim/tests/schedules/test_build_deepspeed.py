@@ -21,7 +21,7 @@ NEAR = {"rel": 1e-7, "abs": 1e-12}
 def make(table: dict[str, Any], **more: Any) -> tuple[torch.optim.Optimizer, Schedule]:
     optimizer = zoptim.AdamW([{"params": [torch.ones(2, requires_grad=True)], "lr": lr} for lr in table["own"]])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what they say is tested elsewhere
+        warnings.simplefilter("ignore", UserWarning)  # tested elsewhere
         made: Any = zoptim.make_schedule(table["name"], optimizer, {**table["params"], **more})
     return optimizer, made
 

@@ -85,7 +85,7 @@ def test_a_momentum_that_grows_to_1_raises_and_nothing_is_set() -> None:
     schedule.step(6)
     before = dict(optimizer.param_groups[0])
     assert before["betas"] == pytest.approx((0.99, 0.99))
-    with pytest.raises(ValueError, match=r"after 8 updates decay_mom_rate 0\.1 has brought betas\[0\] to 1\.08"):
+    with pytest.raises(ValueError, match=r"after 8 updates decay_mom_rate 0\.1 raised betas\[0\] to 1\.08"):
         schedule.step(7)
     assert optimizer.param_groups[0] == before
     OneCycle(make_optimizer(zoptim.SGD), **CYCLE, decay_mom_rate=0.1, cycle_momentum=False).step(7)

@@ -204,7 +204,7 @@ def test_a_compact_state_dict_of_a_later_version_raises() -> None:
         zoptim.AdamW([torch.zeros(3)]).load_state_dict(written)
 
 
-# What went through somebody who does not know it --------------------------------------------------------
+# State that another optimizer has cast ------------------------------------------------------------------
 
 
 def test_codes_that_torch_has_cast_raise_when_loaded(lab: Any) -> None:

@@ -92,7 +92,7 @@ def test_other_groups_keep_their_plans(lab: Any, plans_made: list[int]) -> None:
     assert plans_made == [1]
 
 
-# Making it anew ---------------------------------------------------------------------------------------
+# New plans ---------------------------------------------------------------------------------------------
 
 
 def replace_weight(optimizer: Any, params: list[Tensor]) -> None:

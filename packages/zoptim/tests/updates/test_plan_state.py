@@ -61,7 +61,7 @@ def test_state_in_another_layout_keeps_its_values(tamper: Any, lab: Any) -> None
         (
             "exp_avg_scale",
             torch.ones(1),
-            r"exp_avg_scale of parameter 0 of group 0 has shape \(1,\), it must be \(3,\)",
+            r"exp_avg_scale of parameter 0 of group 0 has shape \(1,\), it must have \(3,\)",
         ),
         ("exp_avg_scale", None, r"parameter 0 of group 0 lacks exp_avg_scale"),
         ("exp_avg", torch.ones(3), r"exp_avg of parameter 0 of group 0 has shape \(3,\), the parameter has \(700,\)"),

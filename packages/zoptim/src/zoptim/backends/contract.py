@@ -81,7 +81,7 @@ class Streams:
     weights: list[Tensor]
     grads: list[Tensor]
     states: tuple[list[Tensor], ...] = ()  # up to 3, in the order of the rule; uint8 codes when 8-bit
-    scales: tuple[list[Tensor], ...] = ()  # (ceil(numel / 256),) float32, beside 8-bit codes
+    scales: tuple[list[Tensor], ...] = ()  # (ceil(numel / 256),) float32, for 8-bit codes
     remainders: list[Tensor] = attrs.field(factory=list)  # int16, of split masters
     copies: list[Tensor] = attrs.field(factory=list)  # bf16 or fp16, receive the new weights
     steps: list[Tensor] = attrs.field(factory=list)  # () float32; rows of one tensor share a count

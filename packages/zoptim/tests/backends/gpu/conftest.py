@@ -59,7 +59,7 @@ class ShimLauncher:
 
     def launch(self, calls: Sequence[Call], buffers: Sequence[Tensor]) -> None:
         for kernel, num_blocks, args in calls:
-            assert num_blocks > 0, "CUDA refuses a grid of nothing"
+            assert num_blocks > 0, "CUDA rejects an empty grid"
             self.launched.append((kernel.__name__, num_blocks))
             assert kernel(num_blocks, args) == 0, f"{kernel.__name__}: threads wait for others that are gone"
 

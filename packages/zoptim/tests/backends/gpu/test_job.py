@@ -140,7 +140,7 @@ def test_streams_of_two_devices_raise_with_their_names(shim: Any) -> None:
     with pytest.raises(ValueError, match="tensor 0 of the update has a stream on meta and weights on cpu"):
         GpuJob("sgd", 0, streams, launcher=shim)
     job = sgd([torch.ones(2)], [torch.ones(2)], shim)
-    with pytest.raises(ValueError, match="found_inf is on meta, the weights on cpu"):
+    with pytest.raises(ValueError, match="found_inf is on meta, the weights are on cpu"):
         job.step(Hyper(lr=1.0), Signals(None, torch.ones((), device="meta")))
 
 

@@ -138,7 +138,7 @@ def test_launches_go_to_the_stream_of_the_moment() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)  # whoever does not queue behind it sees the old gradient
+        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read the old gradient
         grad.fill_(3.0)
         job.step(Hyper(lr=1.0), Signals())
     torch.cuda.current_stream().wait_stream(side)
