@@ -56,7 +56,11 @@ def charts(data: ReportData) -> Iterable[str]:
     yield line_chart(
         "Loss",
         "bits per byte",
-        [Line("each batch", loss, faint=True), Line("training", moving_average(loss, span)), Line("held-out", held_out)],
+        [
+            Line("each batch", loss, faint=True),
+            Line("training", moving_average(loss, span)),
+            Line("held-out", held_out),
+        ],
         marks={"unigram": data.result.unigram, "bigram": data.result.bigram},
     )
     speed = series("bytes_per_s")

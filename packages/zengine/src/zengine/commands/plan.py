@@ -33,6 +33,7 @@ from zengine.planning.models import (
     Batch,
     NotAFactory,
     Transformer,
+    build_model,
     factory_batches,
     load_factory,
     shape_of,

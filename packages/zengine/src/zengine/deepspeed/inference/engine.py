@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
