@@ -24,9 +24,6 @@ def make() -> nn.Module:
 def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
     """(planned, measured) of each (micro-batch, bf16, accumulation), in a process of its own."""
     found = []
-    torch.ones(64, 64, requires_grad=True).matmul(
-        torch.ones(64, 64)
-    ).sum().backward()  # threads and kernels are there
     for micro_batch, is_bf16, accumulation in cases:
         source = {
             "train_micro_batch_size_per_gpu": micro_batch,
@@ -36,6 +33,7 @@ def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
         plan = single_process_plan(resolve(load(source), Facts(world_size=8, replicas=8)))
         with torch.device("meta"):
             module = plan.precision.cast_module(make())
+        plan.precision.cast_module(make())(token_batches(16)(micro_batch)).backward()  # kernels are compiled once
         subject = Workload(module=module, batch=token_batches(16), device="cpu")
         real = measure(make, subject.batch, engine_starter(plan), micro_batch=micro_batch, device="cpu")
         found.append((peak(subject, plan, micro_batch, 1).total, real.peak))

@@ -8,7 +8,7 @@ Design.  A marked parameter has a class derived from its own, whose properties r
 writes nothing, and copies, pickles and detached tensors stay plain.  A table beside the parameters holds what does
 not follow from the partition.
 
-`ds_status` tells who has gathered a weight, not where bytes are: AVAILABLE while a block, `all_gather()` or a running
+`ds_status` shows who has gathered a weight, not where bytes are: AVAILABLE while a block, `all_gather()` or a running
 module holds it, NOT_AVAILABLE otherwise, even if it happens to be whole (a small one, a world of one rank).  Code
 that asserts NOT_AVAILABLE before it gathers, and code that gathers what is not AVAILABLE, both work.  INFLIGHT never
 occurs, because gathers are awaited before user code runs.
