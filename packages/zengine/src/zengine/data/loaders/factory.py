@@ -85,8 +85,8 @@ class LoaderFactory:
         order = self._order(dataset, shuffle=True)
         for limit in limits:
             limit.index.check_covers(order.num_samples)
-        order = CurriculumOrder(order=order, limits=limits, accumulation=self.accumulation)
-        return CurriculumLoader(dataset, order, rank=self.rank, num_epochs=num_epochs, fetcher=self.fetcher)
+        curriculum = CurriculumOrder(base=order, limits=limits, accumulation=self.accumulation)
+        return CurriculumLoader(dataset, curriculum, rank=self.rank, num_epochs=num_epochs, fetcher=self.fetcher)
 
     def packed(self, dataset: Any, lengths: NDArray[Any], packing: Packing) -> Loader:
         """Load micro-batches of as many samples as fit into the token budget.
