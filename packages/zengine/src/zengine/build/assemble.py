@@ -1,7 +1,7 @@
 """Assembly: the parts and features of an engine, chosen by its plan.
 
-This is the only file that names the concrete classes of the five packages.  It chooses each implementation once; the
-engine afterwards calls its slots.
+This file makes the parts, each once; the engine afterwards calls its slots.  tests/architecture/test_imports.py lists
+the other files that may name classes of the five packages.
 """
 
 from __future__ import annotations
