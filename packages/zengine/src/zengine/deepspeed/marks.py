@@ -102,7 +102,7 @@ class Marked:
     """Attributes of a marked parameter."""
 
     __slots__ = ()
-    original_class: type[Parameter]  # the parameter's own class
+    stands_for: type[Parameter]  # the parameter's own class; zpartition reads it, too
 
     @property
     def ds_id(self) -> int:
@@ -210,8 +210,8 @@ class Marked:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return an unmarked, unsharded parameter."""
-        copied = self.original_class.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
-        copied.__class__ = self.original_class
+        copied = self.stands_for.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = self.stands_for
         return copied
 
 
@@ -262,7 +262,7 @@ def unmark(params: Iterable[Parameter], modules: Iterable[nn.Module] = ()) -> No
     for param in params:
         if isinstance(param, Marked):
             _marks.pop(id(param), None)
-            _set_class(param, param.original_class)
+            _set_class(param, param.stands_for)
     for module in modules:
         for name in _OF_MODULES:
             vars(module).pop(name, None)
