@@ -86,7 +86,7 @@ def initialize(
 
         from zengine.build.assemble import Client
         from zengine.build.groups import process_layout
-        from zengine.build.mpu import adopt_mpu_model
+        from zengine.build.mpu import groups_for_model
         from zengine.config import load, resolve
         from zengine.engine.module_attributes import warning_of_collisions
     source = pick_config(args, config, config_params)
@@ -98,8 +98,7 @@ def initialize(
     world = _make_world(dist_init_required, distributed_port)
     layout = process_layout(mpu, mesh, model)
     plan = resolve(settings, _facts(settings, world, layout))
-    groups = layout.make(plan.parallel.degrees)
-    adopt_mpu_model(model, plan, layout, groups)
+    groups = groups_for_model(model, plan, layout)
     _log_notices(plan, world)
     client = Client(
         optimizer=optimizer,

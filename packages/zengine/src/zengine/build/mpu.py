@@ -28,23 +28,30 @@ if TYPE_CHECKING:
     from zengine.build.groups import ProcessLayout
     from zengine.config import Plan
 
-__all__ = ["adopt_mpu_model", "check_copies"]
+__all__ = ["check_copies", "groups_for_model"]
 
 log = logging.getLogger("zengine")
 
 _NAMED = 10  # tensors that an error lists
 
 
-def adopt_mpu_model(model: nn.Module, plan: Plan, layout: ProcessLayout, groups: zcomm.Groups) -> None:
-    """Read how the model is split over the tensor ranks of an mpu, of which it is a collective; else do nothing.
+def groups_for_model(model: nn.Module, plan: Plan, layout: ProcessLayout) -> zcomm.Groups:
+    """Return the groups of the plan's degrees; adopt the model's split over the tensor ranks of an mpu.
+
+    A collective of these ranks, if there is an mpu.
 
     Raises:
         ValueError: the model has no marks, is not split by zpartition, and the config does not ask to split it; marks
             do not fit; or experts are marked whose ranks the mpu does not give.
     """
-    if layout.source != "mpu=":
-        return
-    _check_experts(model, plan)
+    groups = layout.make(plan.parallel.degrees)
+    if layout.source == "mpu=":
+        _check_experts(model, plan)
+        _adopt(model, plan, groups)
+    return groups
+
+
+def _adopt(model: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
     num_ranks = plan.parallel.degrees.tensor
     if num_ranks == 1 or zpartition.model_parallel_group_of(model).size > 1:
         return

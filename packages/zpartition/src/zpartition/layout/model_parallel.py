@@ -86,13 +86,10 @@ class ModelParallelModule(Protocol):
 @final
 @attrs.frozen(eq=False)
 class _Description:
-    """The `ModelParallelModule` facts of a module that does not have its methods."""
+    """The facts of a `ModelParallelModule` about a module that does not have its methods."""
 
     mp_group: ModelParallelGroup
-    by_name: Mapping[str, Address]
-
-    def addresses(self) -> Mapping[str, Address]:
-        return self.by_name
+    addresses: Mapping[str, Address]
 
 
 _described: weakref.WeakKeyDictionary[nn.Module, _Description] = weakref.WeakKeyDictionary()
@@ -106,11 +103,12 @@ def describe_split(module: nn.Module, mp_group: ModelParallelGroup, addresses: M
     _described[module] = _Description(mp_group, dict(addresses))
 
 
-def _split_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, ModelParallelModule]]:
-    """Yield (name, module, its facts) of every module with addresses; an `ExpertShardedModule` has all of them."""
+def _split_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Description]]:
+    """Yield (name, module, description) of every module with addresses; an `ExpertShardedModule` has all facts."""
     for name, child in module.named_modules():
-        if isinstance(child, ModelParallelModule):
-            yield name, child, child
+        own: object = child
+        if isinstance(own, ModelParallelModule):
+            yield name, child, _Description(own.mp_group, own.addresses())
         elif child in _described:
             yield name, child, _described[child]
 
@@ -155,7 +153,7 @@ def pipeline_stages_of(module: nn.Module) -> ModelParallelGroup:
 
 def model_parallel_group_of(module: nn.Module) -> ModelParallelGroup:
     """Return the tensor-parallel group of the modules inside `module`.  Raises ValueError if there are several."""
-    split = ((name, facts.mp_group) for name, _, facts in _split_modules(module))
+    split = ((name, described.mp_group) for name, _, described in _split_modules(module))
     found = {name: mp_group for name, mp_group in split if mp_group is not ALONE}
     first = next(iter(found), "")
     for name, mp_group in found.items():
@@ -227,9 +225,9 @@ def addresses_of(module: nn.Module) -> dict[str, Address]:
     """
     mp_group = model_parallel_group_of(module)
     declared: dict[int, Address] = {}
-    for _, child, facts in _split_modules(module):
-        for name, address in facts.addresses().items():
-            if facts.mp_group is ALONE:  # whole experts on every tensor rank
+    for _, child, described in _split_modules(module):
+        for name, address in described.addresses.items():
+            if described.mp_group is ALONE:  # whole experts on every tensor rank
                 address = attrs.evolve(address, num_copies=mp_group.size, copy=mp_group.rank)
             declared[id(child.get_parameter(name))] = address
     return {
