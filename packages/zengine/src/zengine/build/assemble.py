@@ -27,6 +27,7 @@ import zprecision
 from zengine.build.agreement import check_agreement
 from zengine.build.expert_parallel import check_experts, distribute_experts
 from zengine.build.loaders import check_data, data_features, make_feed, training_loader
+from zengine.build.mpu import check_copies
 from zengine.build.pipeline import check_mesh
 from zengine.build.trainable import check_class_names, trainable_parameters, with_names
 from zengine.checkpoint.save_load import Checkpoints
@@ -100,6 +101,8 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
         _check_narrow_states(optimizer, plan)
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=groups.gradient(), device=world.device)
     try:
+        if plan.parallel.degrees.tensor > 1:
+            check_copies(partition, groups)
         return _make_parts(partition, loader, client, plan, world, groups)
     except BaseException:
         partition.close(keep_weights=False)  # frees the module for another attempt; other ranks may not get here

@@ -102,7 +102,7 @@ class Marked:
     """Attributes of a marked parameter."""
 
     __slots__ = ()
-    stands_for: type[Parameter]  # the parameter's own class
+    stands_for: type[Parameter]  # the parameter's own class; zpartition reads it too
 
     @property
     def ds_id(self) -> int:
