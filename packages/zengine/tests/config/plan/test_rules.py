@@ -42,12 +42,6 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         'zero_optimization.offload_optimizer.device = "nvme" needs a folder on a local drive. '
         'Add "nvme_path": "/local/nvme" to offload_optimizer.',
     ),
-    "check_offload_param_stage": (
-        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        'zero_optimization.offload_param.device = "cpu" offloads the weight shards of stage 3, but '
-        "zero_optimization.stage = 2. "
-        'Use stage 3, or set it to "none".',
-    ),
     "check_keep_last": (
         {"checkpoint": {"keep": {"best": "loss"}}},
         "checkpoint.keep.best extends checkpoint.keep.last, which is not set. "

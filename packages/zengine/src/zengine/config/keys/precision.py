@@ -12,10 +12,10 @@ from zengine.config.grammar.kinds import (
     Mismatch,
     ValueKind,
     choice,
+    dtype_schema,
     literal,
     null_or,
     number,
-    spellings,
     whole,
 )
 from zengine.config.grammar.table import Row, ignored, renamed, section, setting
@@ -32,7 +32,7 @@ def _read_half(value: object) -> str:
     return dtype
 
 
-HALF = ValueKind('"bf16" or "fp16"', _read_half, {"enum": spellings("bfloat16", "float16")})
+HALF = ValueKind('"bf16" or "fp16"', _read_half, dtype_schema("bfloat16", "float16"))
 
 
 def _start(scale: float) -> str:
@@ -60,6 +60,7 @@ class Fp16:
 
 BF16: dict[str, Row] = {
     "immediate_grad_update": ignored(TRUTH, True, why="gradients are always accumulated immediately"),
+    "check_overflow": renamed(TRUTH, "check_grad_overflow"),
 }
 
 BFLOAT16 = renamed(MAPPING, "bf16")

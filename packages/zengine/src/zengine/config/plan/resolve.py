@@ -78,6 +78,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "profiling": profiling(settings),
         "data": data_plan(config),
         "keep": _keep(settings),
+        "loads_full_masters": settings.zero_optimization.load_from_fp32_weights,
         "collect_garbage": not settings.disable_python_gc,
         "offloads": offload_devices(settings),
         "leaf_modules": leaf_modules(settings),

@@ -100,6 +100,8 @@ def check_nvme_path(config: Config) -> Problem | None:
         "offload_optimizer": (states.device, states.nvme_path),
         "offload_param": (weights.device, weights.nvme_path),
     }
+    if zero.stage < 3:
+        del named["offload_param"]
     on_disk = {name: path for name, (device, path) in named.items() if device == "nvme"}
     for name, path in on_disk.items():
         if not path:
@@ -119,21 +121,6 @@ def check_nvme_path(config: Config) -> Problem | None:
             "Give both the same folder: each rank creates its own folder in it.",
         )
     return None
-
-
-def check_offload_param_stage(config: Config) -> Problem | None:
-    """Require stage 3 for offload_param, which offloads weight shards."""
-    zero = config.settings.zero_optimization
-    if zero.offload_param.device == "none" or zero.stage == 3:
-        return None
-    key = "zero_optimization.offload_param.device"
-    return _violation(
-        config,
-        key,
-        f'{_at(config, key)} = "{zero.offload_param.device}" offloads the weight shards of stage 3, but '
-        f"{_at(config, 'zero_optimization.stage')} = {zero.stage}",
-        'Use stage 3, or set it to "none".',
-    )
 
 
 def check_keep_last(config: Config) -> Problem | None:
@@ -177,7 +164,6 @@ RULES: tuple[Rule, ...] = (
     check_scale_floor,
     check_shard_group_stage,
     check_nvme_path,
-    check_offload_param_stage,
     check_keep_last,
     check_contiguous_checkpointing,
 )
