@@ -50,7 +50,8 @@ def test_what_says_how_it_is_anyway_is_accepted_without_a_word(source: dict[str,
          "dict: zero_optimization.offload_param.pin_memory has no effect here: the section is switched off"),
         ({"fp16": {"loss_scale": 0}}, "dict: fp16.loss_scale has no effect here: the section is switched off"),
         ({"autotuning": {"enabled": True, "fast": True}},
-         "dict: autotuning.enabled has no effect here: zengine plan finds the largest micro-batch and the best stage"),
+         "dict: autotuning.enabled has no effect here: zengine plan finds the largest micro-batch and the best "
+         "stage"),
         ({"zero_optimization": {"zenflow": {}}},
          "dict: zero_optimization.zenflow has no effect here: every step applies all gradients; "
          "offload_optimizer.super_offload overlaps the update with backward"),
@@ -156,13 +157,11 @@ def test_a_comment_may_stand_anywhere(name: str) -> None:
 
 
 def test_a_dotted_name_that_is_no_key_is_unknown() -> None:
-    assert problems(
-        {"zero_optimization.reduce_bucket_sise": 1, "a.b": 1, "fp16": {"zero_optimization.stage": 1}}
-    ) == [
+    assert problems({"zero_optimization.reduce_bucket_sise": 1, "a.b": 1}) == [
         "zero_optimization.reduce_bucket_sise = 1: unknown key. No known key is near: remove it.",
         "a.b = 1: unknown key. No known key is near: remove it.",
-        "fp16.zero_optimization.stage = 1: unknown key. No known key is near: remove it.",
     ]
+    assert "unknown key" in problems({"fp16": {"zero_optimization.stage": 1}})[0]
 
 
 def test_auto_is_left_out_of_sections_alone() -> None:
