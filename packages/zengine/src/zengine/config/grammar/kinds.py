@@ -114,7 +114,8 @@ COUNT = whole(0)
 
 
 def _read_positive(value: Any) -> int:
-    return max(1, COUNT.read(value))
+    count: int = COUNT.read(value)
+    return max(1, count)
 
 
 POSITIVE = ValueKind("a whole number >= 1 (0 counts as 1)", _read_positive, COUNT.json_schema)
