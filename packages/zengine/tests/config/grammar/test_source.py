@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import enum
 from collections import OrderedDict
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,3 +132,20 @@ def test_a_very_deep_dict_is_refused(depth: int) -> None:
     text = '{"a": ' * 70 + "1" + "}" * 70
     (problem,) = read(text).problems
     assert problem.reason == "nested deeper than 64 levels"
+
+
+class Device(str, enum.Enum):
+    CPU = "cpu"
+
+
+class Stage(int, enum.Enum):
+    WEIGHTS = 3
+
+
+def test_values_of_python_are_read_as_json_s() -> None:
+    document = read({"a": [Device.CPU, Stage.WEIGHTS, np.int64(2), np.float32(0.5), Path("/x"), Fraction(1, 4)]})
+    assert document.problems == ()
+    assert isinstance(document.data, dict)
+    values = document.data["a"]
+    assert values == ["cpu", 3, 2, 0.5, "/x", 0.25]
+    assert [type(value) for value in values] == [str, int, int, float, str, float]

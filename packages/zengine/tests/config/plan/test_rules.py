@@ -11,16 +11,6 @@ from zengine.config.plan.precision_rules import PRECISION_RULES
 from zengine.config.plan.rules import RULES
 
 BREAKING: dict[str, tuple[dict[str, Any], str]] = {
-    "check_predivide_factor": (
-        {"prescale_gradients": True, "gradient_predivide_factor": 2},
-        "gradient_predivide_factor = 2 cannot split the division: prescale_gradients does all of it "
-        "before the sum. Keep one of them.",
-    ),
-    "check_allreduce_op": (
-        {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2.0},
-        'gradient_allreduce_op = "sum" does not divide, but gradient_predivide_factor would divide. Remove them, or '
-        'use "mean".',
-    ),
     "check_reduce_at": (
         {"zero_optimization": {"stage": 2, "reduce_at": "boundary"}},
         'zero_optimization.reduce_at = "boundary" keeps a full gradient on every rank, which '
@@ -72,9 +62,9 @@ def test_each_rule_reports_its_violation_and_no_other_rule_does(rule: Any) -> No
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
         {"fp16": {"enabled": True, "loss_scale": 2, "min_loss_scale": 1e9}},
         {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 8}},
-        {"prescale_gradients": True, "gradient_predivide_factor": 1.0},
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
         {"gradient_predivide_factor": 4},
-        {"gradient_allreduce_op": "sum"},
+        {"gradient_allreduce_op": "sum", "prescale_gradients": True, "gradient_predivide_factor": 2},
         {"fp16": {"enabled": False, "min_loss_scale": 1e9}, "bf16": {"enabled": True}},
     ],
 )
@@ -87,8 +77,3 @@ def test_a_violation_in_a_file_names_both_lines() -> None:
     assert str(problem) == (
         "<json>:1:11: fp16.enabled (<json>:1) and bf16.enabled (<json>:2) are both on. Keep one of them."
     )
-
-
-def test_sum_names_every_key_that_would_divide() -> None:
-    source = {"gradient_allreduce_op": "sum", "prescale_gradients": True}
-    assert "but prescale_gradients would divide" in str(violations(load(source))[0])

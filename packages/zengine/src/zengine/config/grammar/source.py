@@ -2,15 +2,17 @@
 
 Each becomes a `Document`.  A file is read as UTF-8 with or without a byte-order mark.  Base64 is how launchers pass a
 config on a command line; a file of that name takes precedence.  A mapping is copied, so the caller may change it
-afterwards; torch's dtypes are read as their names, and another value that JSON cannot represent is rejected with its
-key.
+afterwards; enums are read as their values, torch's dtypes as their names, paths as text, and numpy's numbers as
+Python's.  Another value that JSON cannot represent is rejected with its key.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import enum
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,16 +116,21 @@ class _Copying:
 
     def plain(self, value: Any, path: KeyPath) -> Any:
         """Return a copy of `value`; infinity passes, since integrations write it for "never"."""
+        if isinstance(value, enum.Enum):
+            value = value.value
         if isinstance(value, (Mapping, list, tuple)):
             return self.container(value, path)
         if value is None or isinstance(value, (bool, str)):
             return value
-        if isinstance(value, int):
-            return int(value) if value.bit_length() < _MAX_BITS else math.inf * (1 if value > 0 else -1)
-        if isinstance(value, float) and not math.isnan(value):
+        if isinstance(value, numbers.Integral):
+            whole = int(value)
+            return whole if whole.bit_length() < _MAX_BITS else math.inf * (1 if whole > 0 else -1)
+        if isinstance(value, numbers.Real) and not math.isnan(value):
             return float(value)
         if isinstance(value, torch.dtype):
             return str(value)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
         if path[-2:] in _OBJECTS:
             return type(value).__name__
         self.report(path, "is not a JSON value", _json_hint(value), given=value)

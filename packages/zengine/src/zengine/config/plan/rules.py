@@ -18,38 +18,6 @@ from zengine.config.reading.load import violation as _violation
 Rule = Callable[[Config], Problem | None]
 
 
-def check_predivide_factor(config: Config) -> Problem | None:
-    """Reject a pre-division factor beside prescale_gradients, which does the whole division before the sum."""
-    settings = config.settings
-    if not settings.prescale_gradients or settings.gradient_predivide_factor == 1.0:
-        return None
-    return _violation(
-        config,
-        "gradient_predivide_factor",
-        f"{_at(config, 'gradient_predivide_factor')} = {settings.gradient_predivide_factor:g} cannot split the "
-        f"division: {_at(config, 'prescale_gradients')} does all of it before the sum",
-        "Keep one of them.",
-    )
-
-
-def check_allreduce_op(config: Config) -> Problem | None:
-    """Reject keys that divide gradients beside gradient_allreduce_op "sum", which does not divide."""
-    settings = config.settings
-    if settings.gradient_allreduce_op != "sum":
-        return None
-    dividing = [key for key in ("prescale_gradients",) if settings.prescale_gradients]
-    dividing += [key for key in ("gradient_predivide_factor",) if settings.gradient_predivide_factor != 1.0]
-    if not dividing:
-        return None
-    return _violation(
-        config,
-        "gradient_allreduce_op",
-        f'{_at(config, "gradient_allreduce_op")} = "sum" does not divide, but '
-        f"{' and '.join(_at(config, key) for key in dividing)} would divide",
-        'Remove them, or use "mean".',
-    )
-
-
 def check_reduce_at(config: Config) -> Problem | None:
     """Reject reduce_at "boundary" from stage 2 on: it needs full local gradients, which these stages avoid."""
     zero = config.settings.zero_optimization
@@ -158,8 +126,6 @@ def check_contiguous_checkpointing(config: Config) -> Problem | None:
 
 RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
-    check_predivide_factor,
-    check_allreduce_op,
     check_reduce_at,
     check_scale_floor,
     check_shard_group_stage,

@@ -24,6 +24,7 @@ from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculatio
 from zprecision import Precision
 
 __all__ = [
+    "averaging_notices",
     "check_secondary_group_size",
     "check_shard_group_size",
     "leaf_modules",
@@ -48,11 +49,7 @@ def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: P
     derived = {
         "accumulate_dtype": dtypes.accumulate,
         "master_dtype": dtypes.master,
-        "averaging": Averaging(
-            operation=settings.gradient_allreduce_op,
-            prescale=settings.prescale_gradients,
-            predivide=settings.gradient_predivide_factor,
-        ),
+        "averaging": _averaging(settings),
         "reduce_at": ReduceAt(zero.reduce_at),
         "sparse_gradients": SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
         "shard_group_size": _shard_group_size(settings, parallel),
@@ -66,6 +63,26 @@ def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: P
         **_zeropp_fields(zero, facts, parallel),
     }
     return ZeroPolicy(**planned(zero, ZeroPolicy, **derived))
+
+
+def _averaging(settings: Settings) -> Averaging:
+    """Return the division by the number of replicas, where one key overrides others as in DeepSpeed."""
+    is_mean = settings.gradient_allreduce_op == "mean"
+    divides_before = is_mean and settings.prescale_gradients
+    return Averaging(
+        operation=settings.gradient_allreduce_op,
+        prescale=divides_before,
+        predivide=settings.gradient_predivide_factor if is_mean and not divides_before else 1.0,
+    )
+
+
+def averaging_notices(config: Config) -> list[str]:
+    """Return notices of keys that divide gradients and are overridden by another key."""
+    settings, used = config.settings, _averaging(config.settings)
+    values = {"prescale_gradients": used.prescale, "gradient_predivide_factor": used.predivide}
+    idle = [key for key, value in values.items() if getattr(settings, key) != value]
+    why = "prescale_gradients divides before the sum" if used.prescale else 'gradient_allreduce_op is "sum"'
+    return [f"{config.origin(key)}: {key} has no effect here: {why}" for key in idle]
 
 
 def _shard_group_size(settings: Settings, parallel: ParallelPlan) -> int:
