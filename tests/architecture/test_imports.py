@@ -22,13 +22,13 @@ MAY_IMPORT = {
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
     "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec", "shtab"},
     "zengine": {
-        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich", "shtab", "transformers",
+        "torch", "numpy", "attrs", "hjson", "tensorboard", "wandb", "comet_ml", "rich", "shtab", "transformers",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
     },
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so `import zengine` does not need them.
-ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "shtab", "tensorboard", "transformers", "wandb"}
+ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "hjson", "rich", "shtab", "tensorboard", "transformers", "wandb"}
 
 # Imported if the user installed them; never a declared dependency.
 OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "shtab", "transformers", "wandb"}

@@ -166,8 +166,10 @@ def _log_notices(plan: Plan, world: zcomm.World) -> None:
 def pick_config(args: Any, config: Any, config_params: Any) -> Any:
     """Return the one config that was given.
 
+    Sources with the same content are one: DeepSpeed's own launchers give the path and the dict.
+
     Raises:
-        ConfigError: none was given, or more than one.
+        ConfigError: none was given, or several that differ.
     """
     named = {
         "config=": config,
@@ -175,7 +177,7 @@ def pick_config(args: Any, config: Any, config_params: Any) -> Any:
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
     given = {name: value for name, value in named.items() if value is not None}
-    if len(given) > 1:
+    if len(given) > 1 and not _are_equal(list(given.values())):
         values = ", ".join(f"{name} is {_short(value)}" for name, value in given.items())
         raise _config_error(f"the config was given {len(given)} times ({values})", "Keep one of them.")
     if not given:
@@ -196,6 +198,18 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="accepted for old command lines; no effect")
     group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="JSON config of the engine")
     return parser
+
+
+def _are_equal(sources: list[Any]) -> bool:
+    """Return True if all sources have the same content; False if one cannot be read."""
+    from zengine.config import ConfigError
+    from zengine.config.grammar.source import read
+
+    try:
+        documents = [read(source) for source in sources]
+    except (ConfigError, TypeError):
+        return all(source is sources[0] for source in sources)
+    return all(document.data == documents[0].data for document in documents)
 
 
 def _short(value: Any) -> str:

@@ -11,9 +11,10 @@ from torch import nn
 
 import zckpt
 import zengine
+import zpartition
 from zcomm.testing import run_ranks
 from zengine.checkpoint.restore import RestoredState, RestoreScope
-from zpartition import Shard
+from zpartition import Shard, safe_get_full_fp32_param
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 
@@ -112,3 +113,44 @@ def test_a_step_count_that_is_none_is_refused(value: float) -> None:
     restored.numbers[0].tensor.fill_(value)
     with pytest.raises(zckpt.CheckpointStateError, match=r"optimizer\.step\.a = .* is not a step count of 0 or more"):
         restored.stage_numbers()
+
+
+def masters_after_loading(directory: str, stage: int, zero: dict[str, Any]) -> tuple[list[bool], list[torch.dtype]]:
+    """Whether the masters that were loaded are the saved ones, the rounded ones, and those that the weights show."""
+
+    def engine_with(**more: Any) -> Any:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 1))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, **zero, **more},
+        }
+        return zengine.initialize(model=model, config=config)[0]
+
+    def masters(engine: Any) -> list[torch.Tensor]:
+        return [safe_get_full_fp32_param(param).clone() for param in engine.module.parameters()]
+
+    saved, loaded = engine_with(), engine_with(load_from_fp32_weights=False)
+    saved.backward(saved(torch.ones(2, 30, dtype=torch.bfloat16)).float().square().mean())
+    saved.step()
+    saved.save_checkpoint(directory, "a")
+    loaded.load_checkpoint(directory, "a")
+    exact = engine_with(load_from_fp32_weights=1)
+    exact.load_checkpoint(directory, "a")
+    old, new = masters(saved), masters(loaded)
+    is_kept = [torch.equal(a, b) for a, b in zip(old, masters(exact))]
+    is_rounded = [torch.equal(a.bfloat16().float(), b) and not torch.equal(a, b) for a, b in zip(old, new)]
+    weights = [zpartition.whole_state_dict(engine.module) for engine in (saved, loaded)]
+    is_shown = [torch.equal(weights[0][name], weights[1][name]) for name in weights[0]]
+    return [*is_kept, *is_rounded, *is_shown], [tensor.dtype for tensor in new]
+
+
+@pytest.mark.parametrize(("stage", "disk"), [(0, False), (1, False), (2, True), (3, False), (3, True)])
+def test_masters_are_rounded_to_the_weights_if_asked_for(stage: int, disk: bool) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        zero = {"offload_optimizer": {"device": "nvme", "nvme_path": directory}} if disk else {}
+        for found, dtypes in run_ranks(masters_after_loading, 2, f"{directory}/save", stage, zero):
+            assert all(found)
+            assert set(dtypes) == {torch.float32}

@@ -85,9 +85,11 @@ def test_parallelism_that_is_not_there_is_refused_by_name():
     assert next(deepspeed.tp_model_init(model(), 1, torch.bfloat16).parameters()).dtype == torch.bfloat16
 
 
-def test_two_configs_are_one_too_many():
+def test_two_configs_are_one_too_many_unless_they_are_equal():
     with pytest.raises(zengine.ConfigError, match="the config was given 2 times"):
-        deepspeed.initialize(model=model(), config=CONFIG, config_params=CONFIG)
+        deepspeed.initialize(model=model(), config=CONFIG, config_params={**CONFIG, "gradient_clipping": 0.5})
+    engine, *_ = deepspeed.initialize(model=model(), config=CONFIG, config_params=dict(CONFIG))
+    engine.destroy()
 
 
 def check_split() -> tuple[list[str], list[str], list[str]]:

@@ -175,12 +175,22 @@ def _load(
     with run.clock.loading(f"the load of checkpoint {checkpoint.path}", scope.parts, is_whole=strict):
         partition.zero_grad()
         fill()
+        if not run.plan.loads_full_masters:
+            _round_masters(wanted, partition.params)
         del fill, everything  # staged tensors are freed one by one as the optimizer adopts them
         on_every_rank(prepared.commit, peers, "the load was not completed")
         partition.publish()
     if run.clock.phase is not Phase.HALF_LOADED:
         run.clock.begin_step()
     return str(checkpoint.path), client_state
+
+
+def _round_masters(shards: Iterable[zpartition.Shard], params: Mapping[str, torch.Tensor]) -> None:
+    """Round loaded masters to the dtypes of their weights (zero_optimization.load_from_fp32_weights: false)."""
+    for shard in shards:
+        param = params.get(shard.name.removeprefix(MODEL))
+        if param is not None and param.is_floating_point():
+            shard.tensor.copy_(shard.tensor.to(param.dtype))
 
 
 def _checked(run: Run, checkpoint: Source, scope: RestoreScope) -> tuple[frozenset[str], dict[str, Any]]:

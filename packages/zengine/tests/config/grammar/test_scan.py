@@ -1,4 +1,4 @@
-"""The scanner: JSON exactly, with positions, and all slips in one go."""
+"""The scanner: JSON exactly, with positions; comments, trailing commas and HJSON besides."""
 
 from __future__ import annotations
 
@@ -57,21 +57,47 @@ def test_a_repeated_key_is_reported_with_both_lines() -> None:
 
 
 @pytest.mark.parametrize("comment", ["// why", "# why", "/* why\n not */"])
-def test_comments_are_reported_and_read_over(comment: str) -> None:
+def test_comments_are_read_over_and_places_stay(comment: str) -> None:
     document = scan(f'{{"a": 1, {comment}\n"b": 2}}', "x.json")
-    assert document.data == {"a": 1, "b": 2}
-    (problem,) = document.problems
-    assert problem.reason.startswith("comments are not JSON: ")
-    assert (problem.place.line, problem.place.column) == (1, 10)
+    assert (document.data, document.problems) == ({"a": 1, "b": 2}, ())
+    assert (document.place(("b",)).line, document.place(("b",)).column) == (2 + comment.count("\n"), 1)
 
 
-def test_trailing_commas_are_reported_and_read_over() -> None:
+def test_trailing_commas_are_read_over() -> None:
     document = scan('{"a": [1, 2,],\n"b": 3,\n}', "x.json")
-    assert document.data == {"a": [1, 2], "b": 3}
-    assert texts(document) == [
-        'x.json:1:12: a comma before "]" is not JSON. Remove the comma.',
-        'x.json:2:7: a comma before "}" is not JSON. Remove the comma.',
-    ]
+    assert (document.data, document.problems) == ({"a": [1, 2], "b": 3}, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("{a: 1}", {"a": 1}),
+        ("{'a': 1}", {"a": 1}),
+        ("a: 1\nb: {c: some text\n}", {"a": 1, "b": {"c": "some text"}}),
+        ('{\n  # why\n  zero: {stage: 2}\n  "lr": 1e-3 // per step\n}', {"zero": {"stage": 2}, "lr": 0.001}),
+        ('{"a": [1\n 2]\n "b": null}', {"a": [1, 2], "b": None}),
+    ],
+)
+def test_hjson_is_read(text: str, data: object) -> None:
+    document = scan(text, "x.hjson")
+    assert (document.data, document.problems) == (data, ())
+    assert document.place(("a",)).origin() == "x.hjson"
+
+
+def test_a_repeated_key_of_hjson_is_reported_too() -> None:
+    assert texts(scan("a: 1\nb: 2\na: 3", "x.hjson")) == ["a: given twice. Keep one of them."]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": True,\n"b": 1}', "x.json:1:7: expected a value, found True; JSON writes true"),
+        ('{"a": None\n}', "x.json:1:7: expected a value, found None; JSON writes null"),
+        ('{"a": 2 3,\n"b": 1}', 'x.json:1:9: expected "," or "}", found 3'),
+    ],
+)
+def test_a_slip_in_json_is_not_taken_for_text_of_hjson(text: str, message: str) -> None:
+    assert texts(scan(text, "x.json")) == [message]
 
 
 def test_slashes_inside_text_are_no_comment() -> None:
@@ -84,8 +110,8 @@ def test_slashes_inside_text_are_no_comment() -> None:
         ('{"a": True}', "x.json:1:7: expected a value, found True; JSON writes true"),
         ('{"a": NaN}', "x.json:1:7: expected a value, found NaN; JSON writes a number"),
         ('{"a": }', "x.json:1:7: expected a value, found }"),
-        ("{'a': 1}", "x.json:1:2: expected a key in double quotes, found 'a'"),
-        ("{a: 1}", "x.json:1:2: expected a key in double quotes, found a"),
+        ("{'a' 1}", "x.json:1:2: expected a key in double quotes, found 'a'"),
+        ("{a = 1}", "x.json:1:2: expected a key in double quotes, found a"),
         ('{"a" 1}', 'x.json:1:6: expected ":" after the key "a", found 1'),
         ('{"a": 1 "b": 2}', 'x.json:1:9: expected "," or "}", found "b"'),
         ('{"a": 1', 'x.json:1:8: expected "," or "}", found the end of the text'),
@@ -108,7 +134,7 @@ def test_what_is_not_json_ends_the_scan_at_its_place(text: str, message: str) ->
 
 
 def test_slips_before_the_end_of_the_scan_are_kept() -> None:
-    assert len(scan('{"a": 1, // one\n"b": oops}', "x.json").problems) == 2
+    assert len(scan('{"a": 1, "a": 2,\n"b": oops}', "x.json").problems) == 2
 
 
 def test_a_number_of_absurd_length_is_a_number() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import enum
 from collections import OrderedDict
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,10 +82,70 @@ def test_a_mapping_is_copied() -> None:
 
 
 def test_what_json_has_no_word_for_is_refused_by_name() -> None:
-    document = read({"a": {1: 2}, "b": [torch.float16], "c": float("nan"), "d": float("inf")})
+    document = read({"a": {1: 2}, "b": [torch.device("cpu")], "c": float("nan"), "d": float("inf")})
     assert [str(problem) for problem in document.problems] == [
         "a: the key 1 is a Python int, not text",
-        'b[0] = torch.float16: is not a JSON value. Write the dtype as text: "fp32", "fp16" or "bf16".',
+        "b[0] = device(type='cpu'): is not a JSON value. A Python device cannot be written to a file; give a number, "
+        "text, true/false, null, list or object.",
         "c = NaN: is not a JSON value. A Python float cannot be written to a file; give a number, text, "
         "true/false, null, list or object.",
     ]
+
+
+def test_a_dtype_is_read_as_its_name() -> None:
+    document = read({"data_types": {"grad_accum_dtype": torch.float32}})
+    assert (document.data, document.problems) == ({"data_types": {"grad_accum_dtype": "torch.float32"}}, ())
+
+
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+def test_json_text_may_be_in_base64(encode: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    text = '{"a": "\u00ff\u00fe?>", "b": 1, "b": 2}'  # both alphabets, and a slip
+    document = read(encode(text.encode()).decode())
+    assert (document.source, document.data) == ("<base64>", {"a": "\u00ff\u00fe?>", "b": 2})
+    assert [problem.place.line for problem in document.problems] == [1]
+    assert refusal("c29tZSB0ZXh0").startswith("c29tZSB0ZXh0: no such file")  # base64 of something else
+    assert refusal("A" * 5000).partition(": ")[2].startswith("cannot be read")
+
+
+def test_a_file_of_that_name_comes_before_base64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = base64.b64encode(b'{"a": 1}').decode()
+    Path(name).write_text('{"a": 2}')
+    assert read(name).data == {"a": 2}
+
+
+def test_a_dict_that_contains_itself_is_refused_by_name() -> None:
+    inner: dict[str, Any] = {"b": 1}
+    inner["self"] = [inner]
+    document = read({"a": inner, "twice": [shared := {"c": 1}, shared]})
+    assert [str(problem) for problem in document.problems] == ["a.self[0]: contains itself. Remove it."]
+    assert document.data == {"a": {"b": 1, "self": [None]}, "twice": [{"c": 1}, {"c": 1}]}
+
+
+@pytest.mark.parametrize("depth", [70, 100_000])
+def test_a_very_deep_dict_is_refused(depth: int) -> None:
+    deep: Any = 1
+    for _ in range(depth):
+        deep = {"a": deep}
+    (problem,) = read(deep).problems
+    assert (problem.key, problem.reason) == (".".join("a" * 65), "nested deeper than 64 levels")
+    text = '{"a": ' * 70 + "1" + "}" * 70
+    (problem,) = read(text).problems
+    assert problem.reason == "nested deeper than 64 levels"
+
+
+class Device(str, enum.Enum):
+    CPU = "cpu"
+
+
+class Stage(int, enum.Enum):
+    WEIGHTS = 3
+
+
+def test_values_of_python_are_read_as_json_s() -> None:
+    document = read({"a": [Device.CPU, Stage.WEIGHTS, np.int64(2), np.float32(0.5), Path("/x"), Fraction(1, 4)]})
+    assert document.problems == ()
+    assert isinstance(document.data, dict)
+    values = document.data["a"]
+    assert values == ["cpu", 3, 2, 0.5, "/x", 0.25]
+    assert [type(value) for value in values] == [str, int, int, float, str, float]

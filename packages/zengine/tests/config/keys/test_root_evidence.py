@@ -85,6 +85,7 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensor_parallel.tp.tp_size": (2, {}),
     "tensor_parallel.preset_model": ("llama", {}),
     "tensor_parallel.vocab_parallel_ce_backend": ("liger", {}),
+    "bf16.check_overflow": (False, {}),
     "tensor_parallel.partition_config.layer_specs.*.partition_type": ("row", {}),
     "expert_parallel.enabled": (True, {"expert_parallel": {"autoep_size": 2}}),
     "expert_parallel.autoep_size": (2, {"expert_parallel": {"enabled": True}}),
@@ -299,9 +300,10 @@ def test_an_old_name_means_the_new_one_and_says_so(path: str) -> None:
     assert isinstance(key, Key)
     home = path.rpartition(".")[0]
     new = ".".join(filter(None, (home, *key.target)))
-    value = {"enabled": True} if path == "bfloat16" else value_of(path, key)
+    whole = {"bfloat16": {"enabled": True}, "tensor_parallel.tensor_parallel": {"tp_size": 2}}
+    value = whole[path] if path in whole else value_of(path, key)
     around = context(path)
     old_plan = plan_of(merged(around, at(path, value)))
     new_plan = plan_of(merged(around, at(new, key.convert(key.kind.read(value)))))
     assert acts(old_plan) == acts(new_plan)
-    assert any(f'"{path}" is an old name: read as "{new}"' in notice for notice in old_plan.notices)
+    assert any(f'"{path}" is {key.why}: read as "{new}"' in notice for notice in old_plan.notices)

@@ -73,3 +73,17 @@ def test_what_tunes_an_offload_that_is_off_is_said_to_have_no_effect() -> None:
         "zero_optimization.sub_group_size",
         "aio.intra_op_parallelism",
     ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_weights_below_stage_3_stay_and_that_is_said_once(device: str) -> None:
+    section = {"device": device, "pin_memory": False, "nvme_path": "/fast"}
+    plan = plan_of(CUDA, {"stage": 2, "offload_param": section})
+    assert plan.zero.offload == plan_of(CUDA, {"stage": 2}).zero.offload
+    assert plan.offloads["offload_param"] == "none"
+    (said,) = [notice for notice in plan.notices if "weights are sharded" in notice]
+    assert said == (
+        "dict: zero_optimization.offload_param has no effect here: weights are sharded, and offloaded, from stage 3 "
+        "on (stage is 2)"
+    )
+    assert plan_of(CUDA, {"stage": 2, "offload_param": {"device": "nvme"}}).offloads["offload_param"] == "none"

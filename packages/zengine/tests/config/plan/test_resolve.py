@@ -243,3 +243,31 @@ def test_resolving_is_pure_and_a_plan_travels_between_processes() -> None:
     plan = resolve(config, facts)
     assert plan == resolve(config, facts)
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("source", "averaging", "notices"),
+    [
+        ({"prescale_gradients": True}, Averaging(prescale=True), []),
+        ({"gradient_predivide_factor": 2}, Averaging(predivide=2.0), []),
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 2},
+            Averaging(prescale=True),
+            ["dict: gradient_predivide_factor has no effect here: prescale_gradients divides before the sum"],
+        ),
+        (
+            {"gradient_allreduce_op": "Sum", "prescale_gradients": 1, "gradient_predivide_factor": 2},
+            Averaging(operation="sum"),
+            [
+                'dict: prescale_gradients has no effect here: gradient_allreduce_op is "sum"',
+                'dict: gradient_predivide_factor has no effect here: gradient_allreduce_op is "sum"',
+            ],
+        ),
+    ],
+)
+def test_one_key_divides_gradients_and_the_others_say_that_they_do_not(
+    source: dict[str, Any], averaging: Averaging, notices: list[str]
+) -> None:
+    plan = plan_of(source)
+    assert plan.zero.averaging == averaging
+    assert [notice for notice in plan.notices if "no effect" in notice] == notices

@@ -102,8 +102,8 @@ def test_every_key_of_the_table_is_known_and_takes_auto(key: str) -> None:
 
 
 def test_auto_where_nobody_documents_it_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r'fp16.loss_scale = "auto": "auto" must be resolved by the integration'):
-        load({"fp16": {"enabled": True, "loss_scale": "auto"}})
+    with pytest.raises(ConfigError, match=r'prescale_gradients = "auto": "auto" must be resolved by the integration'):
+        load({"prescale_gradients": "auto"})
     with pytest.raises(ConfigError, match=r'optimizer.params.amsgrad = "auto"'):
         load({"optimizer": {"type": "AdamW", "params": {"amsgrad": "auto"}}})
 

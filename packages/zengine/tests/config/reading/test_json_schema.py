@@ -45,6 +45,7 @@ def test_published_configs_are_valid_and_with_a_misspelt_key_they_are_not(path: 
     VALIDATOR.validate(config)
     assert not is_valid({**config, "zero_optimisation": {"stage": 2}})
     assert not is_valid({**config, "zero_optimization": {"stagee": 2}})
+    assert is_valid({**config, "_comment": "about", "zero_optimization": {"stage": 2, "_comment": "about"}})
 
 
 def test_the_examples_of_the_readme_are_valid() -> None:
@@ -94,8 +95,11 @@ def test_every_key_is_described_and_a_default_is_valid() -> None:
 def test_keys_that_do_not_act_say_so() -> None:
     zero = SCHEMA["properties"]["zero_optimization"]["anyOf"][0]["properties"]
     assert zero["reduce_scatter"]["description"].startswith("Ignored: ")
-    assert zero["contiguous_gradients"]["description"].startswith("Rejected at other values: ")
-    assert zero["zenflow"]["description"].startswith("Rejected: ")
+    assert zero["zenflow"]["description"].startswith("Ignored: ")
+    assert zero["zeropp_loco_param"]["description"].startswith("Rejected: ")
+    assert SCHEMA["properties"]["elasticity"]["anyOf"][0]["properties"]["enabled"]["description"].startswith(
+        "Rejected at other values: "
+    )
     assert zero["mics_shard_size"]["deprecated"] is True
     assert "zero_optimization.shard_group_size" in zero["mics_shard_size"]["description"]
 

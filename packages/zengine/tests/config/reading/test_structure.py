@@ -49,6 +49,26 @@ def test_what_says_how_it_is_anyway_is_accepted_without_a_word(source: dict[str,
         ({"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}},
          "dict: zero_optimization.offload_param.pin_memory has no effect here: the section is switched off"),
         ({"fp16": {"loss_scale": 0}}, "dict: fp16.loss_scale has no effect here: the section is switched off"),
+        ({"autotuning": {"enabled": True, "fast": True}},
+         "dict: autotuning.enabled has no effect here: zengine plan finds the largest micro-batch and the best "
+         "stage"),
+        ({"zero_optimization": {"zenflow": {}}},
+         "dict: zero_optimization.zenflow has no effect here: every step applies all gradients; "
+         "offload_optimizer.super_offload overlaps the update with backward"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1, "offload": True}}},
+         "dict: zero_optimization.zenflow.topk_ratio, zero_optimization.zenflow.offload have no effect here: every "
+         "step applies all gradients; offload_optimizer.super_offload overlaps the update with backward"),
+        ({"zero_optimization": {"stage3_max_live_parameters": "auto", "offload_param": {"buffer_size": "auto"}}},
+         "dict: zero_optimization.stage3_max_live_parameters, zero_optimization.offload_param.buffer_size have no "
+         'effect here: it is "auto", so its default applies'),
+        ({"zero_optimization.reduce_bucket_size": 1, "zero_optimization.stage3_prefetch_bucket_size": 0.9},
+         "dict: zero_optimization.reduce_bucket_size, zero_optimization.stage3_prefetch_bucket_size have no effect "
+         "here: DeepSpeed reads no dotted names; write the key inside its section"),
+        ({"zero_optimization": {"max_live_parameters": 8}},
+         'dict: "zero_optimization.max_live_parameters" is another name: read as '
+         '"zero_optimization.stage3_max_live_parameters"'),
+        ({"zero_allow_untested_optimizer": 0},
+         "dict: zero_allow_untested_optimizer has no effect here: every torch optimizer is accepted"),
         ({"amp": {"enabled": False, "opt_level": "O1"}},
          "dict: amp.opt_level has no effect here: the section is switched off"),
         ({"aio": {"thread_count": 4}}, 'dict: "aio.thread_count" is an old name: read as "aio.intra_op_parallelism"'),
@@ -81,9 +101,9 @@ def test_a_notice_names_the_line() -> None:
 
 
 def test_a_limited_key_is_refused_at_other_values() -> None:
-    assert problems({"zero_optimization": {"legacy_stage1": True}}) == [
-        "zero_optimization.legacy_stage1 = true: the legacy stage 1 is not available yet. "
-        "Set it to false, or leave it out."
+    assert problems({"progressive_layer_drop": {"enabled": True}}) == [
+        "progressive_layer_drop.enabled = true: progressive layer drop, which DeepSpeed removed in 0.19.8, is not "
+        "available yet. Set it to false, or leave it out."
     ]
     assert problems({"pipeline": {"stages": "two"}}) == [
         'pipeline.stages = "two": needs a whole number >= 0 or "auto", got text'
@@ -119,14 +139,60 @@ def test_members_with_free_names_are_checked_inside() -> None:
 
 def test_an_old_name_next_to_the_new_one_is_a_conflict() -> None:
     assert problems({"bf16": {}, "bfloat16": {"enabled": True}}) == [
-        'bfloat16: the old name of "bf16", which is also given (dict). Keep the new one.'
+        'bfloat16: an old name of "bf16", which is also given (dict). Keep one of them.'
+    ]
+    both = {"zero_optimization": {"max_live_parameters": 8, "stage3_max_live_parameters": 8}}
+    assert problems(both) == []
+    both["zero_optimization"]["max_live_parameters"] = 9
+    assert problems(both) == [
+        "zero_optimization.max_live_parameters: another name of "
+        '"zero_optimization.stage3_max_live_parameters", which is also given (dict). Keep one of them.'
     ]
 
 
+@pytest.mark.parametrize("name", ["_comment", "__comment__", "_comment_2", "comment", "//", "# why", "$schema"])
+def test_a_comment_may_stand_anywhere(name: str) -> None:
+    source = {name: "about", "zero_optimization": {name: ["about"], "offload_param": {name: {"stage": 9}}}}
+    assert (reading(source).problems, reading(source).notices) == ((), ())
+
+
+def test_a_dotted_name_that_is_no_key_is_unknown() -> None:
+    assert problems({"zero_optimization.reduce_bucket_sise": 1, "a.b": 1}) == [
+        "zero_optimization.reduce_bucket_sise = 1: unknown key. No known key is near: remove it.",
+        "a.b = 1: unknown key. No known key is near: remove it.",
+    ]
+    assert "unknown key" in problems({"fp16": {"zero_optimization.stage": 1}})[0]
+
+
+def test_auto_is_left_out_of_sections_alone() -> None:
+    source = {"prescale_gradients": "auto", "fp16": {"enabled": True, "loss_scale": "auto"}, "compile": {"x": "auto"}}
+    assert [problem.partition(" = ")[0] for problem in problems(source)] == ["prescale_gradients", "compile.x"]
+    settings = reading({"zero_optimization": {"stage": 3, "offload_param": "auto"}}).settings.zero_optimization
+    assert (settings.stage, settings.offload_param.device) == (3, "none")
+    off = {"flops_profiler": {"enabled": "auto", "profile_step": 3}}
+    assert reading(off).notices[1].endswith("the section is switched off")
+
+
+def test_an_old_switch_that_is_off_or_null_changes_nothing() -> None:
+    source = {"fp32_allreduce": False, "zero_optimization": {"cpu_offload": None}, "communication_data_type": "bf16"}
+    assert (reading(source).problems, reading(source).notices) == ((), ())
+    assert reading(source).settings.communication_data_type == "bfloat16"
+    assert reading({"fp32_allreduce": True}).settings.communication_data_type == "float32"
+
+
+def test_objects_stand_where_deepspeed_takes_them() -> None:
+    source = {"tensor_parallel": {"autotp_size": 2, "tp": {"mpu": object(), "tp_group": object()}}}
+    assert problems(source) == []
+    assert reading(source).notices == (
+        "dict: tensor_parallel.tp.mpu, tensor_parallel.tp.tp_group have no effect here: neighbouring ranks split a "
+        "model unless initialize(mesh=, mpu=) places them",
+    )
+
+
 def test_an_old_name_of_the_wrong_type_is_reported_under_the_old_name() -> None:
-    assert problems({"bfloat16": {"enabled": 1}, "zero_optimization": {"cpu_offload": "cpu"}}) == [
+    assert problems({"bfloat16": {"enabled": 3}, "zero_optimization": {"cpu_offload": "cpu"}}) == [
         'zero_optimization.cpu_offload = "cpu": needs true or false, got text',
-        'bfloat16.enabled = 1: needs true, false or "auto", got a number. Write true.',
+        'bfloat16.enabled = 3: needs true, false or "auto", got a number',
     ]
 
 

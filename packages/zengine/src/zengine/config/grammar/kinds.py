@@ -1,8 +1,8 @@
 """Kinds of values: strict types that describe the values they accept.
 
-`"false"` is not false, `"2"` is not 2 and `true` is not 1: such conversions hide mistakes until the run is over.  Two
-lossless conversions are made: a whole number where a fraction is accepted, and `5e8` where a whole number is
-expected, since configs write bucket sizes that way.
+`"false"` is not false, `"2"` is not 2 and `true` is not 1: such conversions hide mistakes until the run is over.
+Lossless conversions are made: a whole number where a fraction is accepted, `5e8` where a whole number is expected,
+since configs write bucket sizes that way, and the numbers 1 and 0 for true and false, as in DeepSpeed.
 
 Every kind is idempotent: reading a value that was read gives the same value.  Its JSON Schema accepts the values that
 `read` accepts.
@@ -11,6 +11,8 @@ Every kind is idempotent: reading a value that was read gives the same value.  I
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,16 +61,15 @@ def _mismatch(value: object, wants: str, suggestion: str = "") -> Mismatch:
 
 
 def _read_truth(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
     lowered = str(value).lower()
     known = {"true": "true", "false": "false", "1": "true", "0": "false"}
-    quotes = " without quotes" if isinstance(value, str) else ""
-    hint = f"Write {known[lowered]}{quotes}." if lowered in known else ""
+    hint = f"Write {known[lowered]} without quotes." if lowered in known else ""
     raise _mismatch(value, "true or false", hint)
 
 
-TRUTH = ValueKind("true or false", _read_truth, {"type": "boolean"})
+TRUTH = ValueKind("true or false", _read_truth, {"anyOf": [{"type": "boolean"}, {"enum": [0, 1]}]})
 
 
 def _without_quotes(value: object) -> str:
@@ -94,14 +95,14 @@ def _json_range(type_name: str, low: float, high: float, above: float = -math.in
     return {"type": type_name, **{name: bound for name, bound in bounds.items() if math.isfinite(bound)}}
 
 
-def whole(low: float = 0, high: float = math.inf) -> ValueKind:
+def whole(low: float = 0, high: float = sys.maxsize) -> ValueKind:
     """Return the kind of whole numbers in [low, high]; 5e8 is one, true is not."""
     wants = "a whole number" + (f" >= {low}" if low > -math.inf else "")
 
     def read(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _mismatch(value, wants, _without_quotes(value))
-        if not math.isfinite(value) or value != int(value):
+        if isinstance(value, float) and not value.is_integer():
             raise Mismatch(f"needs {wants}")
         _check_range(value, low, high, -math.inf)
         return int(value)
@@ -112,6 +113,14 @@ def whole(low: float = 0, high: float = math.inf) -> ValueKind:
 COUNT = whole(0)
 
 
+def _read_positive(value: Any) -> int:
+    count: int = COUNT.read(value)
+    return max(1, count)
+
+
+POSITIVE = ValueKind("a whole number >= 1 (0 counts as 1)", _read_positive, COUNT.json_schema)
+
+
 def number(low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> ValueKind:
     """Return the kind of finite numbers in [low, high] and above `above`; whole ones become float."""
     wants = "a number"
@@ -119,7 +128,7 @@ def number(low: float = -math.inf, high: float = math.inf, above: float = -math.
     def read(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _mismatch(value, wants, _without_quotes(value))
-        if not math.isfinite(value):
+        if not abs(value) <= sys.float_info.max:  # NaN is not
             raise Mismatch("must be finite")
         _check_range(value, low, high, above)
         return float(value)
@@ -153,7 +162,9 @@ def choice(*names: str, fold: Callable[[str], str] = str) -> ValueKind:
 
 def _any_case(names: tuple[str, ...]) -> JsonSchema:
     """Return a schema with the names, for completion, and a case-insensitive pattern."""
-    spellings = ["".join(f"[{a.upper()}{a.lower()}]" if a.isalpha() else a for a in name) for name in names]
+    spellings = [
+        "".join(f"[{a.upper()}{a.lower()}]" if a.isalpha() else re.escape(a) for a in name) for name in names
+    ]
     return {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": f"^({'|'.join(spellings)})$"}]}
 
 
@@ -165,20 +176,20 @@ _DTYPES = {
 }
 
 
-def spellings(*dtypes: str) -> list[str]:
-    """Return every accepted spelling of these torch dtypes."""
-    return [spelling for name in dtypes for spelling in _DTYPES[name]]
+def dtype_schema(*dtypes: str) -> JsonSchema:
+    """Return the schema of every accepted spelling of these torch dtypes, in any case."""
+    return _any_case(tuple(spelling for name in dtypes for spelling in _DTYPES[name]))
 
 
 def _read_dtype(value: object) -> str:
     for name in _DTYPES:
-        if value in _DTYPES[name]:
+        if isinstance(value, str) and value.lower() in _DTYPES[name]:
             return name
     wants = 'one of "fp32", "fp16", "bf16", "fp64"'
     raise (_mismatch(value, wants) if value == "auto" or not isinstance(value, str) else Mismatch(f"must be {wants}"))
 
 
-DTYPE = ValueKind('one of "fp32", "fp16", "bf16", "fp64"', _read_dtype, {"enum": spellings(*_DTYPES)})
+DTYPE = ValueKind('one of "fp32", "fp16", "bf16", "fp64"', _read_dtype, dtype_schema(*_DTYPES))
 
 
 def _read_list(value: object) -> tuple[Any, ...]:

@@ -1,12 +1,15 @@
-"""JSON with the line and column of every key.
+"""JSON with the line and column of every key; comments and trailing commas are skipped.
 
 The standard parser drops positions, silently keeps the last of two equal keys, and stops at the first mistake.  This
-scanner records a `Place` for each key path, reports repeated keys with both lines, and continues after the two common
-mistakes from other formats, comments and trailing commas, so that one report contains all of them.  Anything else
-that is not JSON ends the scan, because guesses about structure cause false reports.
+scanner records a `Place` for each key path and reports repeated keys with both lines.  Anything else that is not JSON
+ends the scan, because guesses about structure cause false reports.
 
-Rejected: the hjson dialect (reads `stage: 2 3` as text), and a patched `json.JSONDecoder` (its C scanner has no hook
-for positions).
+DeepSpeed reads configs with the hjson package, whose dialect also has keys and text without quotes.  Only a document
+that this scanner rejects is given to that package (54 kB of Python, imported then): it knows no positions, so JSON,
+with comments or without, keeps its lines in errors.  Rejected: hjson for every document (no lines; `"stage": 2 3` and
+`"enabled": True,` become text), the dialect in this scanner (multi-line text and text without quotes double it), and
+a patched `json.JSONDecoder` (its C scanner has no hook for positions).  Text of HJSON that looks like a slip in JSON
+(it ends with a comma, or is Python's True, False or None) is reported as such.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -22,7 +26,7 @@ from zengine.config.grammar.errors import Place, Problem
 
 Path = tuple[str | int, ...]
 
-_MAX_DEPTH = 64  # nesting of objects and lists; a valid config needs six
+MAX_DEPTH = 64  # nesting of objects and lists; a valid config needs six
 _BLANK = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
@@ -65,14 +69,57 @@ class _Stop(Exception):
     """Raised where the text stops being JSON; the problem is already recorded."""
 
 
+class _TooDeep(_Stop):
+    """Raised at a nesting that no dialect is read with."""
+
+
 def scan(text: str, source: str) -> Document:
-    """Parse JSON text.  Does not raise for bad text: the document carries the problems."""
-    scanner = _Scanner(text, source)
+    """Parse JSON text, else HJSON.  Does not raise for bad text: the document carries the problems."""
+    scanner, data = _Scanner(text, source), None
     try:
         data = scanner.document()
-    except _Stop:
-        data = None
+    except _Stop as stop:
+        if not isinstance(stop, _TooDeep) and (document := _from_hjson(text, source)):
+            return document
     return Document(source=source, data=data, places=scanner.places, problems=tuple(scanner.problems))
+
+
+def _from_hjson(text: str, source: str) -> Document | None:
+    """Return the document of an HJSON text, without places; None if it is none, or looks like JSON with a slip."""
+    try:
+        import hjson
+    except ImportError:  # installed without zengine's dependencies
+        return None
+    problems: list[Problem] = []
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        names = [name for name, _ in pairs]
+        twice = [name for name in found if names.count(name) > 1]
+        problems.extend(Problem(key=name, reason="given twice", suggestion="Keep one of them.") for name in twice)
+        return found
+
+    try:
+        data = hjson.loads(text, object_pairs_hook=members)
+        is_one = isinstance(data, dict) and bool(data) and not any(map(_is_slip, _texts(data)))
+    except (ValueError, LookupError, RecursionError):  # LookupError: hjson's for a comment without an end
+        return None
+    if not is_one:
+        return None
+    return Document(source=source, data=data, places={}, problems=tuple(problems))
+
+
+def _texts(data: object) -> Iterator[str]:
+    """Yield every text in plain data."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, (dict, list)):
+        for member in data.values() if isinstance(data, dict) else data:
+            yield from _texts(member)
+
+
+def _is_slip(text: str) -> bool:
+    return text in _FOREIGN or text.endswith(",")
 
 
 class _Scanner:
@@ -93,8 +140,9 @@ class _Scanner:
         return value
 
     def value(self, path: Path) -> object:
-        if len(path) > _MAX_DEPTH:
-            raise self.stop(f"nested deeper than {_MAX_DEPTH} levels")
+        if len(path) > MAX_DEPTH:
+            self.problems.append(Problem(place=self.here(), reason=f"nested deeper than {MAX_DEPTH} levels"))
+            raise _TooDeep
         opening = self.peek()
         if opening == "{":
             return self.members(path)
@@ -144,15 +192,12 @@ class _Scanner:
         return True
 
     def separator(self, bracket: str) -> None:
-        """Consume a comma, or nothing before the closing bracket; report and skip a trailing comma."""
+        """Consume a comma, or nothing before the closing bracket."""
         if self.peek() == bracket:
             return
         if self.peek() != ",":
             raise self.stop(f'expected "," or "{bracket}", found {self.word()}')
-        place = self.here()
         self.at += 1
-        if self.peek() == bracket:
-            self.report(place, f'a comma before "{bracket}" is not JSON', "Remove the comma.")
 
     def string(self) -> str:
         match = _STRING.match(self.text, self.at)
@@ -176,14 +221,13 @@ class _Scanner:
         raise self.stop(f"expected a value, found {self.word()}{hint}")
 
     def peek(self) -> str:
-        """Return the next significant character, "" at the end; report and skip comments."""
+        """Return the next significant character, "" at the end; skip comments."""
         while True:
             blank = _BLANK.match(self.text, self.at)
             self.at = blank.end() if blank else self.at
             comment = _COMMENT.match(self.text, self.at)
             if comment is None:
                 return self.text[self.at : self.at + 1]
-            self.report(self.here(), f"comments are not JSON: {comment.group()[:40]}", "Remove the comment.")
             self.at = comment.end()
 
     def word(self) -> str:

@@ -1,27 +1,40 @@
-"""Sources of a config: a file, JSON text, or a mapping.
+"""Sources of a config: a file, JSON text as it is or in base64, or a mapping.
 
-Each becomes a `Document`.  A file is read as UTF-8 with or without a byte-order mark.  A mapping is copied, so the
-caller may change it afterwards; a value that JSON cannot represent is rejected with its key.
+Each becomes a `Document`.  A file is read as UTF-8 with or without a byte-order mark.  Base64 is how launchers pass a
+config on a command line; a file of that name takes precedence.  A mapping is copied, so the caller may change it
+afterwards; enums are read as their values, torch's dtypes as their names, paths as text, and numpy's numbers as
+Python's.  Another value that JSON cannot represent is rejected with its key.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import enum
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zengine.config.grammar.errors import ConfigError, Problem
-from zengine.config.grammar.scan import Document, dotted, scan
+import torch
+
+from zengine.config.grammar.errors import NOTHING, ConfigError, Problem
+from zengine.config.grammar.scan import MAX_DEPTH, Document, dotted, scan
 from zengine.config.grammar.scan import Path as KeyPath
 from zengine.config.grammar.suggest import nearest
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Document
+# Objects of a process, in sections where DeepSpeed takes them: read as the names of their types.
+_OBJECTS = (("tp", "mpu"), ("tp", "tp_group"))
+_MAX_BITS = 1024  # of an integer; a larger one is read as infinity, as the scanner does
 
 
 def read(source: Source) -> Document:
-    """Return the document of a path, a JSON text that starts with "{", or a mapping; a document is returned as is.
+    """Return the document of a path, a JSON text that starts with "{" or is that in base64, or a mapping.
+
+    A document is returned as is.
 
     Raises ConfigError if the file cannot be read, TypeError for other kinds of source.
     """
@@ -31,11 +44,24 @@ def read(source: Source) -> Document:
         return _from_mapping(source)
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
         return scan(source.lstrip("\ufeff"), "<json>")
+    if isinstance(source, str) and (text := _from_base64(source)):
+        return scan(text, "<base64>")
     if isinstance(source, (str, os.PathLike)):
         return _from_file(source)
     raise TypeError(
         f"config is {source!r} ({type(source).__name__}); give a path to a JSON file, a dict or JSON text"
     )
+
+
+def _from_base64(source: str) -> str:
+    """Return the text of an object in base64, of either alphabet; "" for anything else."""
+    if os.path.exists(source):
+        return ""
+    try:
+        text = base64.b64decode(source.strip().translate(str.maketrans("-_", "+/")), validate=True).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return ""
+    return text if text.lstrip().startswith("{") else ""
 
 
 def _from_file(source: str | os.PathLike[str]) -> Document:
@@ -76,38 +102,61 @@ def _neighbour(name: str) -> str:
 
 
 def _from_mapping(source: Mapping[str, Any]) -> Document:
-    problems: list[Problem] = []
-    data = _plain(source, (), problems)
-    return Document(source="dict", data=data, places={}, problems=tuple(problems))
+    copying = _Copying()
+    data = copying.plain(source, ())
+    return Document(source="dict", data=data, places={}, problems=tuple(copying.problems))
 
 
-def _plain(value: Any, path: KeyPath, problems: list[Problem]) -> Any:
-    """Return a deep copy of JSON's types; infinity passes, since integrations write it for "never"."""
-    if isinstance(value, Mapping):
-        members = {}
-        for name, member in value.items():
-            if isinstance(name, str):
-                members[name] = _plain(member, (*path, name), problems)
-            else:
-                reason = f"the key {name!r} is a Python {type(name).__name__}, not text"
-                problems.append(Problem(key=dotted(path), reason=reason))
-        return members
-    if isinstance(value, (list, tuple)):
-        return [_plain(member, (*path, index), problems) for index, member in enumerate(value)]
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float) and not math.isnan(value):
-        return float(value)
-    problems.append(
-        Problem(key=dotted(path), given=value, reason="is not a JSON value", suggestion=_json_hint(value))
-    )
-    return None
+class _Copying:
+    """One deep copy of a mapping to JSON's types.  Invariant: `open` has the containers around the present value."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.open: list[int] = []  # their ids
+
+    def plain(self, value: Any, path: KeyPath) -> Any:
+        """Return a copy of `value`; infinity passes, since integrations write it for "never"."""
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if isinstance(value, (Mapping, list, tuple)):
+            return self.container(value, path)
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, numbers.Integral):
+            whole = int(value)
+            return whole if whole.bit_length() < _MAX_BITS else math.inf * (1 if whole > 0 else -1)
+        if isinstance(value, numbers.Real) and not math.isnan(value):
+            return float(value)
+        if isinstance(value, torch.dtype):
+            return str(value)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if path[-2:] in _OBJECTS:
+            return type(value).__name__
+        self.report(path, "is not a JSON value", _json_hint(value), given=value)
+        return None
+
+    def container(self, value: Any, path: KeyPath) -> Any:
+        if id(value) in self.open:
+            self.report(path, "contains itself", "Remove it.")
+            return None
+        if len(path) > MAX_DEPTH:
+            self.report(path, f"nested deeper than {MAX_DEPTH} levels", "Remove it.")
+            return None
+        self.open.append(id(value))
+        try:
+            if not isinstance(value, Mapping):
+                return [self.plain(member, (*path, index)) for index, member in enumerate(value)]
+            for name in (name for name in value if not isinstance(name, str)):
+                self.report(path, f"the key {name!r} is a Python {type(name).__name__}, not text")
+            return {name: self.plain(each, (*path, name)) for name, each in value.items() if isinstance(name, str)}
+        finally:
+            self.open.pop()
+
+    def report(self, path: KeyPath, reason: str, suggestion: str = "", given: object = NOTHING) -> None:
+        self.problems.append(Problem(key=dotted(path), given=given, reason=reason, suggestion=suggestion))
 
 
 def _json_hint(value: object) -> str:
     kind = type(value).__name__
-    if kind == "dtype":
-        return 'Write the dtype as text: "fp32", "fp16" or "bf16".'
     return f"A Python {kind} cannot be written to a file; give a number, text, true/false, null, list or object."

@@ -26,7 +26,7 @@ class Support(enum.Enum):
     HONOURED = "honoured"  # a field of the settings
     FIXED = "fixed"  # accepted at the values that match the engine's behaviour; others are not available yet
     IGNORED = "ignored"  # accepted with a notice, unless the value matches the engine's behaviour
-    RENAMED = "renamed"  # an old name: read as the new one, with a notice
+    RENAMED = "renamed"  # another name: read as the present one, with a notice
     REJECTED = "rejected"  # an error with the reason and the replacement
     SECTION = "section"  # an object with keys of its own
 
@@ -45,7 +45,7 @@ class Key:
     why: str = ""  # the reason, for a notice or an error
     hint: str = ""  # what to write, if `matching` does not imply it
     target: tuple[str, ...] = ()  # RENAMED: path of the new key within the same section
-    convert: Callable[[Any], Any] = _unchanged  # RENAMED: old value -> new value
+    convert: Callable[[Any], Any] = _unchanged  # RENAMED: old value -> new value; None: as if it were not given
     default: object = None  # HONOURED
     doc: str = ""  # HONOURED: one line of documentation
     plan: str = ""  # HONOURED: field of the plan's part that holds the value; "" = the name of the key
@@ -72,6 +72,7 @@ class Section:
     switch: str = ""  # the key that turns the section on; "" = always on
     off: tuple[object, ...] = (False,)  # values of the switch that turn it off; the first is its default
     rejection: str = ""  # reason to reject the section wherever it is given; "" = accepted
+    idle: str = ""  # reason why the whole section has no effect, for a notice
     members: tuple[Section, ...] = ()  # none, or one section for all members, whose names the user chooses
     is_open: bool = False  # names are not checked: only the switch is known
     shorthand: Mapping[bool, Mapping[str, object]] = attrs.field(factory=dict)  # `"section": true` means this
@@ -151,9 +152,11 @@ def ignored(kind: ValueKind, *matching: object, why: str) -> Key:
     return Key(support=Support.IGNORED, kind=kind, matching=matching, why=why)
 
 
-def renamed(kind: ValueKind, *target: str, convert: Callable[[Any], Any] = _unchanged) -> Key:
-    """Return an old name of the key at `target`."""
-    return Key(support=Support.RENAMED, kind=kind, target=target, convert=convert)
+def renamed(
+    kind: ValueKind, *target: str, convert: Callable[[Any], Any] = _unchanged, what: str = "an old name"
+) -> Key:
+    """Return an old name, or `what`, of the key at `target`."""
+    return Key(support=Support.RENAMED, kind=kind, target=target, convert=convert, why=what)
 
 
 def rejected(why: str, hint: str = "") -> Key:
@@ -172,12 +175,18 @@ def all_ignored(why: str, **kinds: ValueKind) -> dict[str, Row]:
     return {name: ignored(kind, why=why) for name, kind in kinds.items()}
 
 
+def idle_section(why: str, **kinds: ValueKind) -> Section:
+    """Return a section that is accepted and has no effect."""
+    return Section(idle=why, keys=all_ignored(why, **kinds))
+
+
 def checked_only(**kinds: ValueKind) -> dict[str, Row]:
     """Return keys of a section that is either off or rejected: checked for spelling and type, never applied."""
     return all_ignored(SECTION_IS_OFF, **kinds)
 
 
 SECTION_IS_OFF = "the section is off"
+COMMENT_KEYS = r"^(_+comment|comments?$|//|#|\$schema$)"  # keys for readers and editors, anywhere
 
 
 def walk(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Row]]:

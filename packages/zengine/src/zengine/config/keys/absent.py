@@ -1,6 +1,7 @@
-"""Sections of features that do not exist here: accepted while they are off, rejected while they are on.
+"""Sections of features that do not exist here.
 
-Their keys are listed, so that a misspelt key is found even in a section that is off.
+One that would change what is trained is accepted while it is off and rejected while it is on; one that would not (a
+compiler, a tuner) is ignored.  Their keys are listed, so that a misspelt key is found even in a section that is off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from zengine.config.grammar.kinds import (
     number,
     whole,
 )
-from zengine.config.grammar.table import Row, Section, checked_only, fixed, rejected, unavailable
+from zengine.config.grammar.table import (
+    Row,
+    Section,
+    all_ignored,
+    checked_only,
+    fixed,
+    ignored,
+    rejected,
+    unavailable,
+)
 
 REMOVED_UPSTREAM = ", which DeepSpeed removed in 0.19.8,"  # precedes "is not available yet"
 
@@ -35,6 +45,7 @@ EIGENVALUE = unavailable(
         gas_boundary_resolution=whole(1),
         layer_name=TEXT,
         layer_num=COUNT,
+        model_name=TEXT,
     ),
 )
 
@@ -54,31 +65,37 @@ ELASTICITY = unavailable(
     ),
 )
 
-AUTOTUNING = unavailable(
-    "the autotuner",
-    checked_only(
-        fast=TRUTH,
-        results_dir=null_or(TEXT, ""),
-        exps_dir=null_or(TEXT, ""),
-        overwrite=TRUTH,
-        start_profile_step=COUNT,
-        end_profile_step=COUNT,
-        metric=TEXT,
-        tuner_type=TEXT,
-        early_stopping=COUNT,
-        num_trials=COUNT,
-        tuner_early_stopping=COUNT,
-        tuner_num_trials=COUNT,
-        arg_mappings=null_or(MAPPING, None),
-        max_train_batch_size=null_or(COUNT, 0),
-        min_train_batch_size=COUNT,
-        max_train_micro_batch_size_per_gpu=COUNT,
-        min_train_micro_batch_size_per_gpu=COUNT,
-        num_tuning_micro_batch_sizes=COUNT,
-        mp_size=COUNT,
-        model_info=null_or(MAPPING, None),
-    ),
-    hint="Set it to false; zengine plan finds the largest micro-batch and the best stage without sub-jobs.",
+AUTOTUNING = Section(
+    switch="enabled",
+    keys={
+        "enabled": ignored(TRUTH, False, why="zengine plan finds the largest micro-batch and the best stage"),
+        **checked_only(
+            fast=TRUTH,
+            results_dir=null_or(TEXT, ""),
+            exps_dir=null_or(TEXT, ""),
+            overwrite=TRUTH,
+            start_profile_step=COUNT,
+            end_profile_step=COUNT,
+            metric=TEXT,
+            tuner_type=TEXT,
+            early_stopping=COUNT,
+            num_trials=COUNT,
+            tuner_early_stopping=COUNT,
+            tuner_num_trials=COUNT,
+            arg_mappings=null_or(MAPPING, None),
+            max_train_batch_size=null_or(COUNT, 0),
+            min_train_batch_size=COUNT,
+            max_train_micro_batch_size_per_gpu=COUNT,
+            min_train_micro_batch_size_per_gpu=COUNT,
+            num_tuning_micro_batch_sizes=COUNT,
+            mp_size=COUNT,
+            model_info=null_or(MAPPING, None),
+            model_info_path=null_or(TEXT, ""),
+            metric_path=null_or(TEXT, ""),
+            num_nodes=null_or(ANYTHING, None),
+            num_gpus=null_or(ANYTHING, None),
+        ),
+    },
 )
 
 QUANTIZE_TRAINING = unavailable(f"mixture of quantization (MoQ){REMOVED_UPSTREAM}", {}, is_open=True)
@@ -87,7 +104,7 @@ SPARSE_ATTENTION = rejected(
     "sparse attention is not supported", "Use torch.nn.attention.flex_attention in the model and remove the section."
 )
 
-GRAPH_HARVESTING = fixed(TRUTH, False, why=f"graph harvesting{REMOVED_UPSTREAM}")
+GRAPH_HARVESTING = ignored(TRUTH, False, why='torch.compile(mode="reduce-overhead") records CUDA graphs')
 
 QUANTIZED_WEIGHTS = rejected("quantized inference weights are not available yet", "Remove the section.")
 
@@ -103,12 +120,17 @@ HYBRID_ENGINE = unavailable(
     ),
 )
 
+_COMPILES = "torch.compile on the model or its blocks compiles them"
+
 COMPILE = Section(
     keys={
-        "deepcompile": fixed(
-            TRUTH, False, why="DeepCompile", hint="Set it to false and use torch.compile on the model."
-        ),
-        **checked_only(
+        "deepcompile": ignored(TRUTH, False, why=_COMPILES),
+        "autoep_non_moe": ignored(TRUTH, False, why=_COMPILES),
+        "enabled": ignored(TRUTH, False, why=_COMPILES),
+        **all_ignored(
+            _COMPILES,
+            backend=TEXT,
+            kwargs=MAPPING,
             free_activation=TRUTH,
             free_activation_threshold=COUNT,
             offload_activation=TRUTH,
@@ -127,7 +149,6 @@ COMPILE = Section(
             passes=null_or(LIST, ()),
         ),
     },
-    switch="deepcompile",
 )
 
 
@@ -189,6 +210,7 @@ SPARSE_PRUNING = _technique(
         "block_pattern": TEXT,
         "dense_ratio": number(0, 1),
         "excluded_modules": LIST,
+        "schedule_offset_stride": COUNT,
     },
     _RATIO,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 
 import zckpt
-from zengine.config.grammar.kinds import COUNT, NAMES, TEXT, TRUTH, Mismatch, ValueKind, choice, whole
-from zengine.config.grammar.table import Row, Section, all_ignored, fixed, ignored, rejected, section, setting
+from zengine.config.grammar.kinds import ANYTHING, COUNT, NAMES, TEXT, TRUTH, Mismatch, ValueKind, choice, whole
+from zengine.config.grammar.table import Row, Section, idle_section, ignored, section, setting
 
 
 def _read_best(value: object) -> tuple[zckpt.Best, ...]:
@@ -54,29 +54,34 @@ class CheckpointSettings:
 
 CHECKPOINT: dict[str, Row] = {
     "load_universal": ignored(TRUTH, False, why="every checkpoint loads at any world size"),
-    "use_node_local_storage": fixed(TRUTH, False, why="saving to node-local disks"),
+    "use_node_local_storage": ignored(
+        TRUTH, False, why="every rank writes its own part into one folder, which all hosts must see"
+    ),
     "parallel_write": Section(
         keys={"pipeline_stage": ignored(TRUTH, False, why="every rank always writes its own part")}
     ),
     "checkpoint_serialization": ignored(TRUTH, True, why="the format has one serialization"),
-    "writer": Section(
-        rejection='checkpoint writers cannot be chosen; "checkpoint": {"async_save": true} writes in the background',
-        keys=all_ignored(
-            "",
-            type=TEXT,
-            decoupled=TRUTH,
-            io_buffer_size=whole(1),
-            io_buffer_double=TRUTH,
-            show_statistics=TRUTH,
-            data_parallel=TEXT,
-            io_multiplier=whole(1),
-        ),
+    "writer": idle_section(
+        'there is one writer; "checkpoint": {"async_save": true} writes in the background',
+        type=TEXT,
+        decoupled=TRUTH,
+        io_buffer_size=whole(1),
+        io_buffer_double=TRUTH,
+        show_statistics=TRUTH,
+        data_parallel=TEXT,
+        io_multiplier=whole(1),
     ),
 }
 
-NEBULA = Section(keys={"enabled": fixed(TRUTH, False, why="the Nebula service")}, switch="enabled", is_open=True)
+_OWN_FORMAT = 'checkpoints are written to save_dir; "checkpoint": {"async_save": true} writes in the background'
 
-DATASTATES = rejected("the external engine DataStates is not supported", "Remove the section.")
+NEBULA = Section(
+    keys={"enabled": ignored(TRUTH, False, why=_OWN_FORMAT)},
+    switch="enabled",
+    is_open=True,
+)
+
+DATASTATES = ignored(ANYTHING, False, None, why=_OWN_FORMAT)
 
 
 @attrs.frozen(kw_only=True, slots=False)

@@ -11,6 +11,7 @@ from zengine.config.grammar.kinds import (
     COUNT,
     DTYPE,
     LIST,
+    MAPPING,
     NAMES,
     TEXT,
     TRUTH,
@@ -26,12 +27,13 @@ from zengine.config.grammar.table import (
     fixed,
     ignored,
     named_members,
+    renamed,
     section,
     section_of,
     setting,
 )
 
-GIVEN_AS_ARGUMENT = "process groups are arguments of initialize() (mesh=, mpu=); a group in the config"
+GIVEN_AS_ARGUMENT = "neighbouring ranks split a model unless initialize(mesh=, mpu=) places them"
 
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 
@@ -47,8 +49,8 @@ class TensorRanks:
 
 
 TENSOR_RANKS: dict[str, Row] = {
-    "mpu": fixed(ANYTHING, None, why=GIVEN_AS_ARGUMENT, hint="Leave it out, and pass mpu=."),
-    "tp_group": fixed(ANYTHING, None, why=GIVEN_AS_ARGUMENT, hint="Leave it out, and pass mesh=."),
+    "mpu": ignored(ANYTHING, None, why=GIVEN_AS_ARGUMENT),
+    "tp_group": ignored(ANYTHING, None, why=GIVEN_AS_ARGUMENT),
 }
 
 
@@ -57,7 +59,9 @@ class LayerSpec:
     """Member of tensor_parallel.partition_config.layer_specs; zpartition.tensor.read_layer_specs reads it."""
 
     patterns: tuple[Any, ...] = setting(LIST, (), "regular expressions for names of weights")
-    partition_type: str = setting(choice("column", "row", "skip"), "column", "dimension of the weight that is split")
+    partition_type: str = setting(
+        choice("column", "row", "skip", fold=str.lower), "column", "dimension of the weight that is split"
+    )
     shape: tuple[Any, ...] = setting(LIST, (), "[n, -1]: n equal blocks of rows; [[a, b], -1]: blocks of these sizes")
     partition_dim: int = setting(COUNT, 0, "dimension of `shape` that is split; 0")
     model_types: tuple[Any, ...] = setting(null_or(LIST, ()), (), "model types that the spec applies to; empty: all")
@@ -87,13 +91,20 @@ class PartitionConfig:
     layer_specs: tuple[LayerSpec, ...] = named_members(section_of(LayerSpec, LAYER_SPEC), _values, in_order=True)
 
 
+PARTITION_CONFIG: dict[str, Row] = {
+    "tp_size": ignored(whole(1), 1, why="autotp_size sets the degree"),
+    "embedding_partition_dim": ignored(COUNT, why="embeddings are split by vocabulary"),
+    "lm_head_patterns": ignored(LIST, why="the output layer is found in the plan"),
+}
+
+
 @attrs.frozen(kw_only=True)
 class TensorParallel:
     """tensor_parallel: layers split over ranks that process the same samples."""
 
     autotp_size: int = setting(COUNT, 0, "tensor-parallel degree; 0 and 1: layers are not split")
     tp: TensorRanks = section(TensorRanks, TENSOR_RANKS)
-    partition_config: PartitionConfig = section(PartitionConfig)
+    partition_config: PartitionConfig = section(PartitionConfig, PARTITION_CONFIG)
     vocab_parallel_lm_head: bool = setting(
         null_or(TRUTH, False),
         False,
@@ -102,24 +113,30 @@ class TensorParallel:
     )
 
 
+PLAN_IS_INFERRED = "the plan is inferred from the model"
+NO_KERNELS = "inference kernels have no place in training"
+
 TENSOR_PARALLEL: dict[str, Row] = {
     "tp_overlap_comm": ignored(TRUTH, False, why="communication of split layers is synchronous"),
-    "preset_model": ignored(null_or(choice(*PRESETS), None), None, why="the plan is inferred from the model"),
+    "preset_model": ignored(null_or(choice(*PRESETS), None), None, why=PLAN_IS_INFERRED),
     "dtype": ignored(DTYPE, why='the sections "bf16" and "fp16" decide'),
-    "keep_module_on_host": fixed(TRUTH, False, why="splitting a model on the host"),
-    "vocab_parallel_ce_backend": fixed(
-        choice("torch", "liger"), "torch", why="Liger's vocabulary-parallel cross-entropy"
+    "keep_module_on_host": ignored(TRUTH, False, why="layers are split where they are, before they move"),
+    "vocab_parallel_ce_backend": ignored(
+        choice("torch", "liger"), "torch", why="torch computes the cross-entropy over a split vocabulary"
     ),
+    "injection_policy_tuple": ignored(null_or(LIST, None), None, why=PLAN_IS_INFERRED),
+    "replace_with_kernel_inject": ignored(TRUTH, False, why=NO_KERNELS),
+    "kernel_inject": ignored(TRUTH, False, why=NO_KERNELS),
+    "tensor_parallel": renamed(MAPPING, "tp", what="another name"),
 }
 
 ROUTER_DECIDES = "the model's own router and experts compute"
 
 EXPERT_PARALLEL: dict[str, Row] = {
-    "expert_tensor_parallel_size": fixed(
+    "expert_tensor_parallel_size": ignored(
         whole(1),
         1,
-        why="tensor parallelism inside the experts of another library's block",
-        hint="Set it to 1, or build the layers as MoE(..., enable_expert_tensor_parallelism=True).",
+        why="experts of another library's block stay whole; MoE(enable_expert_tensor_parallelism=True) splits them",
     ),
     "load_balance_coeff": fixed(
         ANYTHING,
@@ -128,15 +145,10 @@ EXPERT_PARALLEL: dict[str, Row] = {
         why="a balancing bias in another library's router",
         hint="Leave it out, or call layer.gate.balance_by_bias(rate) on MoE layers.",
     ),
-    "comm_backend": fixed(TEXT, "comm", why="a token exchange other than torch.distributed's"),
-    "router_pattern": fixed(
-        null_or(TEXT, ""), "", why="replacing routers", hint="Leave it out; the model's routers are kept."
-    ),
-    "expert_pattern": fixed(
-        null_or(TEXT, ""),
-        "",
-        why="finding experts by a pattern",
-        hint="Leave it out; stacked experts are found by their shapes (moe_layer_pattern selects layers).",
+    "comm_backend": ignored(TEXT, "comm", why="torch.distributed exchanges the tokens"),
+    "router_pattern": ignored(null_or(TEXT, ""), "", why="the model's own routers are kept"),
+    "expert_pattern": ignored(
+        null_or(TEXT, ""), "", why="experts are found by their shapes; moe_layer_pattern selects layers"
     ),
     "preset_model": ignored(null_or(TEXT, ""), "", why="experts are found by their shapes"),
     **all_ignored(
@@ -159,6 +171,12 @@ EXPERT_PARALLEL: dict[str, Row] = {
         has_shared_experts=ANYTHING,
         shared_experts_pattern=ANYTHING,
         comm_num_sm=COUNT,
+        comm_qp_margin=COUNT,
+        comm_max_tokens_per_rank=COUNT,
+        validate_folding_routing=TRUTH,
+        async_split_plan=TRUTH,
+        expert_activation=ANYTHING,
+        shared_experts_gate_pattern=ANYTHING,
         combine_impl=ANYTHING,
         row_weighting_impl=ANYTHING,
         gate_up_impl=ANYTHING,

@@ -12,10 +12,10 @@ from zengine.config.grammar.kinds import (
     Mismatch,
     ValueKind,
     choice,
+    dtype_schema,
     literal,
     null_or,
     number,
-    spellings,
     whole,
 )
 from zengine.config.grammar.table import Row, ignored, renamed, section, setting
@@ -23,6 +23,8 @@ from zengine.config.grammar.table import Row, ignored, renamed, section, setting
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 
 LEVELS = ("O0", "O1", "O2", "O3")
+
+MAX_SCALE = 3.4028234663852886e38  # of float32, in which a loss scale is kept
 
 
 def _read_half(value: object) -> str:
@@ -32,7 +34,7 @@ def _read_half(value: object) -> str:
     return dtype
 
 
-HALF = ValueKind('"bf16" or "fp16"', _read_half, {"enum": spellings("bfloat16", "float16")})
+HALF = ValueKind('"bf16" or "fp16"', _read_half, dtype_schema("bfloat16", "float16"))
 
 
 def _start(scale: float) -> str:
@@ -45,7 +47,7 @@ class Fp16:
 
     enabled: bool = setting(TRUTH, False, "train in float16")
     auto_cast: bool = setting(TRUTH, False, "cast floating inputs of forward to float16")
-    loss_scale: float = setting(number(0), 0.0, "static loss scale; 0: dynamic")
+    loss_scale: float = setting(number(0, MAX_SCALE), 0.0, "static loss scale; 0: dynamic")
     initial_scale_power: int = setting(
         whole(0, 126), 16, "initial dynamic scale: 2 to this power", plan="initial", show=_start
     )
@@ -54,12 +56,15 @@ class Fp16:
     )
     hysteresis: int = setting(whole(1), 2, "overflows before a dynamic scale halves")
     consecutive_hysteresis: bool = setting(TRUTH, False, "a step without overflow resets the hysteresis")
-    min_loss_scale: float = setting(number(above=0), 1.0, "lower bound of a dynamic scale", plan="floor")
+    min_loss_scale: float = setting(
+        number(above=0, high=MAX_SCALE), 1.0, "lower bound of a dynamic scale", plan="floor"
+    )
     fp16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; optimizer states stay float32")
 
 
 BF16: dict[str, Row] = {
     "immediate_grad_update": ignored(TRUTH, True, why="gradients are always accumulated immediately"),
+    "check_overflow": renamed(TRUTH, "check_grad_overflow"),
 }
 
 BFLOAT16 = renamed(MAPPING, "bf16")
@@ -127,7 +132,7 @@ class Autocast:
         empty="(none)",
     )
     # Ours: DeepSpeed's is always dynamic.
-    loss_scale: float = setting(number(0), 0.0, "static loss scale with fp16; 0: dynamic")
+    loss_scale: float = setting(number(0, MAX_SCALE), 0.0, "static loss scale with fp16; 0: dynamic")
 
 
 _CHOSEN = "torch.autocast has its own rules per operation"
@@ -156,7 +161,7 @@ class Amp:
         choice(*LEVELS, fold=str.upper), "O1", "O0: float32; O1, O2, O3: torch_autocast in fp16", plan="amp_level"
     )
     loss_scale: float | str = setting(
-        null_or(literal(number(0), "dynamic"), "dynamic"), "dynamic", 'static loss scale, or "dynamic"'
+        null_or(literal(number(0, MAX_SCALE), "dynamic"), "dynamic"), "dynamic", 'static loss scale, or "dynamic"'
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from zengine.config.grammar.kinds import (
+    ANYTHING,
     COUNT,
     DTYPE,
     MAPPING,
@@ -25,7 +26,7 @@ from zengine.config.grammar.kinds import (
     number,
     whole,
 )
-from zengine.config.grammar.table import Row, fixed, ignored, section, setting
+from zengine.config.grammar.table import Row, ignored, renamed, section, setting
 
 BATCH = null_or(whole(1), 0)
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -122,7 +123,10 @@ class TrainingKeys:
     )
     sparse_gradients: bool = setting(TRUTH, False, "reduce only the used rows of nn.Embedding(sparse=True)")
     gradient_allreduce_op: str = setting(
-        choice("mean", "sum"), "mean", "reduction of gradients over replicas", plan="zero.averaging.operation"
+        choice("mean", "sum", fold=str.lower),
+        "mean",
+        "reduction of gradients over replicas",
+        plan="zero.averaging.operation",
     )
     communication_data_type: str = setting(
         null_or(DTYPE, ""),
@@ -149,12 +153,22 @@ class TrainingKeys:
 
 ALWAYS_OFFERED = "every torch optimizer is accepted"
 OTHERS: dict[str, Row] = {
-    "use_data_before_expert_parallelism": fixed(TRUTH, False, why="distributing experts over non-consecutive ranks"),
+    "use_data_before_expert_parallelism": ignored(
+        TRUTH, False, why="experts are distributed over consecutive ranks, with the same results"
+    ),
+    "fp32_allreduce": renamed(TRUTH, "communication_data_type", convert=lambda on: "fp32" if on else None),
     "vocabulary_size": ignored(null_or(COUNT, 0), why="it only asks for advice on padding"),
     "seq_parallel_communication_data_type": ignored(
         DTYPE, why="communication_data_type applies to gradients of sequence ranks as well"
     ),
     "disable_allgather": ignored(TRUTH, False, why="it is obsolete"),
+    "allgather_size": ignored(COUNT, why="weights are gathered in the reduction buckets"),
+    "reduce_scatter": ignored(TRUTH, True, why="sharded gradients are always reduce-scattered"),
+    "memory_break_down": ignored(TRUTH, False, why='DeepSpeed reads "memory_breakdown"'),
+    "cuda_visible_devices": ignored(ANYTHING, why="the launcher and its environment choose the devices"),
+    "quantize_groups": ignored(COUNT, why='it belongs to "quantize_training"'),
+    "comms_config": ignored(ANYTHING, why='DeepSpeed reads "comms_logger"'),
+    "monitor_config": ignored(ANYTHING, why='DeepSpeed reads "tensorboard", "wandb", "comet" and "csv_monitor"'),
     "zero_allow_untested_optimizer": ignored(TRUTH, True, why=ALWAYS_OFFERED),
     "zero_force_ds_cpu_optimizer": ignored(TRUTH, False, why=ALWAYS_OFFERED),
 }

@@ -11,6 +11,7 @@ from zengine.config.grammar.kinds import (
     ANYTHING,
     COUNT,
     NAMES,
+    POSITIVE,
     TEXT,
     TRUTH,
     Mismatch,
@@ -20,7 +21,16 @@ from zengine.config.grammar.kinds import (
     number,
     whole,
 )
-from zengine.config.grammar.table import Row, Section, all_ignored, fixed, ignored, renamed, section, setting
+from zengine.config.grammar.table import (
+    Row,
+    Section,
+    all_ignored,
+    idle_section,
+    ignored,
+    renamed,
+    section,
+    setting,
+)
 
 
 def _read_stage(value: object) -> int:
@@ -77,7 +87,7 @@ class OffloadOptimizer:
     # DeepSpeed's default is false, which makes every copy synchronous.
     pin_memory: bool = setting(TRUTH, True, "page-locked host memory", plan="pin")
     ratio: float = setting(number(0, 1), 1.0, "fraction of the elements that are offloaded")
-    buffer_count: int = setting(whole(1), 3, "nvme: update groups in memory at a time, at least 2")
+    buffer_count: int = setting(POSITIVE, 3, "nvme: update groups in memory at a time, at least 2")
     super_offload: bool = setting(
         TRUTH, False, "cpu: speculative update during the last backward, rolled back if invalid"
     )
@@ -103,20 +113,18 @@ class OffloadParam:
     )
 
 
-ZENFLOW = Section(
-    rejection="ZenFlow is not available yet",
-    keys=all_ignored(
-        "",
-        topk_ratio=number(0, 1),
-        select_strategy=ANYTHING,
-        select_interval=ANYTHING,
-        update_interval=ANYTHING,
-        overlap_step=TRUTH,
-        offload=TRUTH,
-        auto_ratio=number(0, 1),
-        full_warm_up_rounds=COUNT,
-        pt_reserved_cores_perc=number(0, 1),
-    ),
+ZENFLOW = idle_section(
+    "every step applies all gradients; offload_optimizer.super_offload overlaps the update with backward",
+    topk_ratio=number(0, 1),
+    select_strategy=ANYTHING,
+    select_interval=ANYTHING,
+    update_interval=ANYTHING,
+    overlap_step=TRUTH,
+    offload=TRUTH,
+    auto_ratio=number(0, 1),
+    full_warm_up_rounds=COUNT,
+    pt_reserved_cores_perc=number(0, 1),
+    steps_per_epoch=null_or(COUNT, 0),
 )
 
 LOCO = Section(
@@ -124,18 +132,31 @@ LOCO = Section(
     keys=all_ignored("", err_beta=number(0, 1), reset_T=COUNT),
 )
 
+# DeepSpeed also takes the keys with the prefix "stage3_" by the names of its fields.
+FIELD_NAMES: dict[str, ValueKind] = {
+    "prefetch_bucket_size": COUNT,
+    "param_persistence_threshold": COUNT,
+    "model_persistence_threshold": COUNT,
+    "max_live_parameters": COUNT,
+    "max_reuse_distance": COUNT,
+    "gather_16bit_weights_on_model_save": TRUTH,
+    "module_granularity_threshold": COUNT,
+    "use_all_reduce_for_fetch_params": TRUTH,
+    "allgather_sequential": TRUTH,
+}
+
 ZERO: dict[str, Row] = {
-    "contiguous_gradients": fixed(TRUTH, True, why="training without flat gradient buffers"),
+    "contiguous_gradients": ignored(TRUTH, True, why="autograd writes into flat gradient buffers, without a copy"),
+    "grad_hooks": ignored(TRUTH, True, why="gradients are always reduced by autograd's hooks"),
     "reduce_scatter": ignored(TRUTH, True, why="sharded gradients are always reduce-scattered"),
     "use_multi_rank_bucket_allreduce": ignored(TRUTH, True, why="a bucket always may span several owners"),
     "allgather_partitions": ignored(TRUTH, True, why="updated weights are always all-gathered"),
     "allgather_bucket_size": ignored(whole(1), why="weights are gathered in the reduction buckets"),
     "round_robin_gradients": ignored(TRUTH, False, why="there is no copy to the host to balance"),
-    "load_from_fp32_weights": fixed(TRUTH, True, why="rebuilding masters from half-precision weights"),
     "compute_grad_norm": ignored(TRUTH, True, why="every step report has the norm"),
     "parameter_alignment": ignored(TRUTH, why="the layout sets the padding"),
     "elastic_checkpoint": ignored(TRUTH, why="every checkpoint loads at any world size"),
-    "legacy_stage1": fixed(TRUTH, False, why="the legacy stage 1"),
+    "legacy_stage1": ignored(TRUTH, False, why="there is one stage 1"),
     "stage3_module_granularity_threshold": ignored(COUNT, why="stage3_unit_size sets the size of units"),
     "stage3_use_all_reduce_for_fetch_params": ignored(TRUTH, False, why="units are always all-gathered"),
     "stage3_allgather_sequential": ignored(TRUTH, False, why="units are gathered in the order of their use"),
@@ -152,8 +173,11 @@ ZERO: dict[str, Row] = {
     "zenflow": ZENFLOW,
     "cpu_offload": renamed(TRUTH, "offload_optimizer", "device", convert=lambda on: "cpu" if on else "none"),
     "cpu_offload_param": renamed(TRUTH, "offload_param", "device", convert=lambda on: "cpu" if on else "none"),
+    "cpu_offload_params": renamed(TRUTH, "offload_param", "device", convert=lambda on: "cpu" if on else "none"),
     "cpu_offload_use_pin_memory": renamed(TRUTH, "offload_optimizer", "pin_memory"),
     "stage3_gather_fp16_weights_on_model_save": renamed(TRUTH, "stage3_gather_16bit_weights_on_model_save"),
+    "find_unused_parameters": renamed(TRUTH, "ignore_unused_parameters"),
+    **{name: renamed(kind, f"stage3_{name}", what="another name") for name, kind in FIELD_NAMES.items()},
 }
 
 
@@ -172,9 +196,9 @@ class Zero:
         STAGE, 0, "0: no sharding; 1: optimizer states are sharded; 2: also gradients; 3: also weights"
     )
     reduce_bucket_size: int = setting(
-        whole(1),
+        POSITIVE,
         0,
-        "elements of a reduction bucket; default: derived from the model",
+        "elements of a reduction bucket, at least a parameter; default: derived from the model",
         plan="bucket_numel",
         empty=FROM_SIZE,
     )
@@ -216,7 +240,7 @@ class Zero:
     # Ours: DeepSpeed called it mics_shard_size.
     shard_group_size: int = setting(COUNT, 0, "ranks over which one copy is sharded; 0: all", empty="(all ranks)")
     zero_hpz_partition_size: int = setting(
-        whole(1),
+        POSITIVE,
         1,
         "ranks of a node that keep a secondary copy for the gather in backward; 1: none",
         plan="secondary_group_size",
@@ -236,6 +260,12 @@ class Zero:
         "elements of offloaded states that are updated at a time; at least a bucket",
         plan="offload.step_numel",
         empty="(a bucket)",
+    )
+    load_from_fp32_weights: bool = setting(
+        TRUTH,
+        True,
+        "false: a loaded checkpoint's masters are rounded to the dtype of the weights",
+        plan="loads_full_masters",
     )
     leaf_module: LeafModule = section(LeafModule)
     offload_optimizer: OffloadOptimizer = section(

@@ -53,6 +53,7 @@ class Plan(RunKeys):
     data: DataPlan
     checkpoint: CheckpointSettings
     keep: zckpt.RetentionPolicy  # retention of old checkpoints after each save
+    loads_full_masters: bool  # False: load_checkpoint rounds masters to the dtype of the weights
     managed_accumulation: bool  # the engine finds the boundaries; False: every step() is one
     collect_garbage: bool = True  # False: Python's cyclic garbage collector is off while the engine is open
     numerics: NumericsPlan = PLAIN  # autocast, 8-bit layers
@@ -85,7 +86,7 @@ class Plan(RunKeys):
             cast_inputs=self.cast_inputs,
             skip_nonfinite=self.skip_nonfinite,
         )
-        yield from zero_rows(self.zero, self.offloads, self.leaf_modules)
+        yield from zero_rows(self.zero, self.offloads, self.leaf_modules, self.loads_full_masters)
         yield from telemetry_rows(self.telemetry)
         yield from profiling_rows(self.profiling)
         yield from rows("checkpoint.", self.checkpoint, CheckpointSettings)

@@ -30,6 +30,7 @@ from zengine.config.plan.telemetry import (
     telemetry_plan,
 )
 from zengine.config.plan.zero import (
+    averaging_notices,
     check_secondary_group_size,
     check_shard_group_size,
     leaf_modules,
@@ -78,6 +79,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "profiling": profiling(settings),
         "data": data_plan(config),
         "keep": _keep(settings),
+        "loads_full_masters": settings.zero_optimization.load_from_fp32_weights,
         "collect_garbage": not settings.disable_python_gc,
         "offloads": offload_devices(settings),
         "leaf_modules": leaf_modules(settings),
@@ -156,7 +158,8 @@ def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
 def _notices(config: Config, facts: Facts, parallel: ParallelPlan, dtypes: Precision) -> list[str]:
     """Return the notices that depend on the facts or on several keys."""
     settings = config.settings
-    notices = [*offload_notices(config, facts), *profiling_notices(config, facts), *data_notices(config)]
+    notices = [*offload_notices(config, facts), *averaging_notices(config), *profiling_notices(config, facts)]
+    notices += data_notices(config)
     notices += [*rate_notices(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + stage_3_keys(config)

@@ -18,38 +18,6 @@ from zengine.config.reading.load import violation as _violation
 Rule = Callable[[Config], Problem | None]
 
 
-def check_predivide_factor(config: Config) -> Problem | None:
-    """Reject a pre-division factor beside prescale_gradients, which does the whole division before the sum."""
-    settings = config.settings
-    if not settings.prescale_gradients or settings.gradient_predivide_factor == 1.0:
-        return None
-    return _violation(
-        config,
-        "gradient_predivide_factor",
-        f"{_at(config, 'gradient_predivide_factor')} = {settings.gradient_predivide_factor:g} cannot split the "
-        f"division: {_at(config, 'prescale_gradients')} does all of it before the sum",
-        "Keep one of them.",
-    )
-
-
-def check_allreduce_op(config: Config) -> Problem | None:
-    """Reject keys that divide gradients beside gradient_allreduce_op "sum", which does not divide."""
-    settings = config.settings
-    if settings.gradient_allreduce_op != "sum":
-        return None
-    dividing = [key for key in ("prescale_gradients",) if settings.prescale_gradients]
-    dividing += [key for key in ("gradient_predivide_factor",) if settings.gradient_predivide_factor != 1.0]
-    if not dividing:
-        return None
-    return _violation(
-        config,
-        "gradient_allreduce_op",
-        f'{_at(config, "gradient_allreduce_op")} = "sum" does not divide, but '
-        f"{' and '.join(_at(config, key) for key in dividing)} would divide",
-        'Remove them, or use "mean".',
-    )
-
-
 def check_reduce_at(config: Config) -> Problem | None:
     """Reject reduce_at "boundary" from stage 2 on: it needs full local gradients, which these stages avoid."""
     zero = config.settings.zero_optimization
@@ -100,6 +68,8 @@ def check_nvme_path(config: Config) -> Problem | None:
         "offload_optimizer": (states.device, states.nvme_path),
         "offload_param": (weights.device, weights.nvme_path),
     }
+    if zero.stage < 3:
+        del named["offload_param"]
     on_disk = {name: path for name, (device, path) in named.items() if device == "nvme"}
     for name, path in on_disk.items():
         if not path:
@@ -119,21 +89,6 @@ def check_nvme_path(config: Config) -> Problem | None:
             "Give both the same folder: each rank creates its own folder in it.",
         )
     return None
-
-
-def check_offload_param_stage(config: Config) -> Problem | None:
-    """Require stage 3 for offload_param, which offloads weight shards."""
-    zero = config.settings.zero_optimization
-    if zero.offload_param.device == "none" or zero.stage == 3:
-        return None
-    key = "zero_optimization.offload_param.device"
-    return _violation(
-        config,
-        key,
-        f'{_at(config, key)} = "{zero.offload_param.device}" offloads the weight shards of stage 3, but '
-        f"{_at(config, 'zero_optimization.stage')} = {zero.stage}",
-        'Use stage 3, or set it to "none".',
-    )
 
 
 def check_keep_last(config: Config) -> Problem | None:
@@ -171,13 +126,10 @@ def check_contiguous_checkpointing(config: Config) -> Problem | None:
 
 RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
-    check_predivide_factor,
-    check_allreduce_op,
     check_reduce_at,
     check_scale_floor,
     check_shard_group_stage,
     check_nvme_path,
-    check_offload_param_stage,
     check_keep_last,
     check_contiguous_checkpointing,
 )

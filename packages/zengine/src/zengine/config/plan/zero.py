@@ -24,6 +24,7 @@ from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculatio
 from zprecision import Precision
 
 __all__ = [
+    "averaging_notices",
     "check_secondary_group_size",
     "check_shard_group_size",
     "leaf_modules",
@@ -48,11 +49,7 @@ def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: P
     derived = {
         "accumulate_dtype": dtypes.accumulate,
         "master_dtype": dtypes.master,
-        "averaging": Averaging(
-            operation=settings.gradient_allreduce_op,
-            prescale=settings.prescale_gradients,
-            predivide=settings.gradient_predivide_factor,
-        ),
+        "averaging": _averaging(settings),
         "reduce_at": ReduceAt(zero.reduce_at),
         "sparse_gradients": SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
         "shard_group_size": _shard_group_size(settings, parallel),
@@ -66,6 +63,26 @@ def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: P
         **_zeropp_fields(zero, facts, parallel),
     }
     return ZeroPolicy(**planned(zero, ZeroPolicy, **derived))
+
+
+def _averaging(settings: Settings) -> Averaging:
+    """Return the division by the number of replicas, where one key overrides others as in DeepSpeed."""
+    is_mean = settings.gradient_allreduce_op == "mean"
+    divides_before = is_mean and settings.prescale_gradients
+    return Averaging(
+        operation=settings.gradient_allreduce_op,
+        prescale=divides_before,
+        predivide=settings.gradient_predivide_factor if is_mean and not divides_before else 1.0,
+    )
+
+
+def averaging_notices(config: Config) -> list[str]:
+    """Return notices of keys that divide gradients and are overridden by another key."""
+    settings, used = config.settings, _averaging(config.settings)
+    values = {"prescale_gradients": used.prescale, "gradient_predivide_factor": used.predivide}
+    idle = [key for key, value in values.items() if getattr(settings, key) != value]
+    why = "prescale_gradients divides before the sum" if used.prescale else 'gradient_allreduce_op is "sum"'
+    return [f"{config.origin(key)}: {key} has no effect here: {why}" for key in idle]
 
 
 def _shard_group_size(settings: Settings, parallel: ParallelPlan) -> int:
@@ -83,24 +100,26 @@ def leaf_modules(settings: Settings) -> dict[str, tuple[str, ...]]:
 
 
 def offload_devices(settings: Settings) -> dict[str, str]:
-    """Return the device of each offload section, by name."""
+    """Return the device of each offload section, by name; weights are offloaded at stage 3 only."""
     zero = settings.zero_optimization
-    return {"offload_optimizer": zero.offload_optimizer.device, "offload_param": zero.offload_param.device}
+    weights = zero.offload_param.device if zero.stage == 3 else "none"
+    return {"offload_optimizer": zero.offload_optimizer.device, "offload_param": weights}
 
 
 def _offload(settings: Settings, facts: Facts) -> Offload:
     """Return the offload policy; `rules` have checked the paths."""
-    zero = settings.zero_optimization
+    zero, devices = settings.zero_optimization, offload_devices(settings)
     states, weights = zero.offload_optimizer, zero.offload_param
     tier = _tier(states.device, facts)
+    folders = {"offload_optimizer": states.nvme_path, "offload_param": weights.nvme_path}
     speculates = states.super_offload and tier is Tier.HOST
     derived = {
         "states": tier,
-        "weights": _tier(weights.device, facts),
+        "weights": _tier(devices["offload_param"], facts),
         "step_numel": zero.sub_group_size,
         "buffer_count": max(2, states.buffer_count),
-        "pin": states.pin_memory if tier is Tier.HOST else weights.pin_memory,
-        "directory": next((each.nvme_path for each in (states, weights) if each.device == "nvme"), ""),
+        "pin": states.pin_memory if tier is Tier.HOST or zero.stage < 3 else weights.pin_memory,
+        "directory": next((folders[name] for name, device in devices.items() if device == "nvme"), ""),
         "speculation": Speculation.LAST_BACKWARD if speculates else Speculation.OFF,
     }
     return Offload(**{**planned(settings.aio, Offload), **planned(states, Offload, **derived)})
@@ -139,11 +158,11 @@ def _copy_size(zero: Zero, parallel: ParallelPlan) -> int:
 
 
 def zero_rows(
-    policy: ZeroPolicy, offloads: Mapping[str, str], leaf_modules: Mapping[str, tuple[str, ...]]
+    policy: ZeroPolicy, offloads: Mapping[str, str], leaf_modules: Mapping[str, tuple[str, ...]], full_masters: bool
 ) -> Iterator[PlanRow]:
     """Yield the rows of zero_optimization and aio."""
     home = "zero_optimization."
-    yield from rows(home, policy, Zero)
+    yield from rows(home, policy, Zero, load_from_fp32_weights=full_masters)
     yield from rows(f"{home}leaf_module.", policy, LeafModule, **_all_names(leaf_modules))
     yield from rows(
         f"{home}offload_optimizer.",
@@ -217,6 +236,12 @@ def offload_notices(config: Config, facts: Facts) -> list[str]:
     """Return notices of offload keys without effect on this machine or in this combination."""
     zero = config.settings.zero_optimization
     notices = []
+    if zero.stage < 3 and zero.offload_param.device != "none":
+        key = "zero_optimization.offload_param"
+        notices.append(
+            f"{config.origin(f'{key}.device')}: {key} has no effect here: weights are sharded, and offloaded, from "
+            f"stage 3 on (stage is {zero.stage})"
+        )
     for name, device in offload_devices(config.settings).items():
         if device == "cpu" and facts.device_type == "cpu":
             key = f"zero_optimization.{name}.device"
@@ -230,16 +255,20 @@ def offload_notices(config: Config, facts: Facts) -> list[str]:
     moved = _tier(zero.offload_optimizer.device, facts)
     idle = {Tier.DEVICE: list(tuned), Tier.HOST: ["buffer_count", "aio"], Tier.DISK: ["super_offload", "pin_memory"]}
     for key in (tuned[name] for name in idle[moved] if tuned[name] in config.given):
-        if zero.offload_param.device == "nvme" and key == tuned["aio"]:
+        if offload_devices(config.settings)["offload_param"] == "nvme" and key == tuned["aio"]:
             continue
         where = "is not offloaded" if moved is Tier.DEVICE else f"is offloaded to {zero.offload_optimizer.device}"
         notices.append(f"{config.origin(key)}: {key} has no effect here: the optimizer {where}")
-    for name, device in offload_devices(config.settings).items():
-        key = f"zero_optimization.{name}.nvme_path"
+    for name in offload_devices(config.settings):
+        key, device = f"zero_optimization.{name}.nvme_path", getattr(zero, name).device
         if key in config.given and getattr(zero, name).nvme_path and device != "nvme":
             notices.append(f'{config.origin(key)}: {key} has no effect here: {name}.device is "{device}"')
     key = "zero_optimization.offload_param.pin_memory"
-    if key in config.given and (moved is Tier.HOST or _tier(zero.offload_param.device, facts) is not Tier.HOST):
+    if (
+        zero.stage == 3
+        and key in config.given
+        and (moved is Tier.HOST or _tier(zero.offload_param.device, facts) is not Tier.HOST)
+    ):
         decides = f"{_TUNING}pin_memory decides" if moved is Tier.HOST else "the weights are not on the host"
         notices.append(f"{config.origin(key)}: {key} has no effect here: {decides}")
     if moved is Tier.DISK and zero.offload_optimizer.buffer_count < 2:

@@ -71,6 +71,9 @@ class _Rewriting:
         if isinstance(value, bool) and value in section.shorthand:
             self.changes.append(f"{key}: {shown(value)} is written out as {shown(section.shorthand[value])}")
             value = section.shorthand[value]
+        if section.idle:
+            self.changes.append(f"{key} is left out: {section.idle}")
+            return _NOTHING
         if not isinstance(value, Mapping):
             return value
         if section.switch in value and value[section.switch] in section.off and not section.is_open:
@@ -90,11 +93,16 @@ class _Rewriting:
             ):
                 found[name] = {**found[name], **value} if isinstance(found.get(name), dict) else value
                 continue
-            converted, home = entry.convert(entry.kind.read(value)), found
+            old = dotted((*where, name))
+            left_out = value is None or value == "auto"
+            converted, home = None if left_out else entry.convert(entry.kind.read(value)), found
+            if converted is None:
+                self.changes.append(f"{old} is left out: {shown(value)} is the default")
+                continue
             for part in entry.target[:-1]:
                 home = home.setdefault(part, {})
             home[entry.target[-1]] = converted
-            old, new = dotted((*where, name)), dotted((*where, *entry.target))
+            new = dotted((*where, *entry.target))
             self.changes.append(f"{old} is now {new}" + (f" = {shown(converted)}" if converted != value else ""))
         return found
 

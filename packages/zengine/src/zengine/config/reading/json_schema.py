@@ -1,8 +1,8 @@
 """JSON Schema (draft 2020-12) of a config, generated from the rows.
 
 Editors use it for completion, descriptions and early errors: `zengine schema > ds_config.schema.json`.  It accepts
-the configs that `load` accepts, with two exceptions: rules between keys, which a schema cannot express, and keys of a
-section that is off, where `load` allows values that it would otherwise reject.
+the configs that `load` accepts, with three exceptions: rules between keys, which a schema cannot express; keys of a
+section that is off, where `load` allows values that it would otherwise reject; and dotted names at the top level.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import zckpt
 from zengine.config.grammar.kinds import Mismatch
 from zengine.config.grammar.scan import dotted
-from zengine.config.grammar.table import SECTION_IS_OFF, Key, Section, Support
+from zengine.config.grammar.table import COMMENT_KEYS, SECTION_IS_OFF, Key, Section, Support
 from zengine.config.keys.root import ROOT
 from zengine.config.reading.auto import AUTO
 
@@ -55,7 +55,7 @@ def _section(section: Section, path: Path) -> dict[str, Any]:
         forms.append({"type": "array", "items": _object(section.members[0], (*path, "*"))})
     if section.shorthand:
         forms.append({"type": "boolean"})
-    return {"anyOf": forms, **_documented(_summary(section))}
+    return {"anyOf": forms, **_documented(f"Ignored: {section.idle}." if section.idle else _summary(section))}
 
 
 def _object(section: Section, path: Path) -> dict[str, Any]:
@@ -63,7 +63,12 @@ def _object(section: Section, path: Path) -> dict[str, Any]:
     others: Any = section.is_open
     if section.members:
         others = _object(section.members[0], (*path, "*"))
-    return {"type": "object", "properties": properties, "additionalProperties": others}
+    return {
+        "type": "object",
+        "properties": properties,
+        "patternProperties": {COMMENT_KEYS: True},
+        "additionalProperties": others,
+    }
 
 
 def _summary(section: Section) -> str:
@@ -78,11 +83,11 @@ def _key(key: Key, path: Path) -> dict[str, Any]:
     if key.support is Support.FIXED:
         return {"enum": list(key.matching), **_documented(f"Rejected at other values: {key.why}. {key.hint}")}
     schema = dict(key.kind.json_schema)
-    if dotted(path) in AUTO:
+    if dotted(path) in AUTO or len(path) > 1:  # a section's keys are left out
         schema = {"anyOf": [schema, _AUTO]}
     if key.support is Support.RENAMED:
         new = ".".join((*path[:-1], *key.target))
-        return {**schema, "deprecated": True, **_documented(f"Deprecated: the old name of {new}.")}
+        return {**schema, "deprecated": True, **_documented(f"Deprecated: {key.why} of {new}.")}
     if key.support is Support.IGNORED:
         why = "belongs to a feature that is not available" if key.why in ("", SECTION_IS_OFF) else key.why
         return {**schema, **_documented(f"Ignored: {why}.")}

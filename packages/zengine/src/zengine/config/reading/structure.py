@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -21,10 +22,12 @@ from zengine.config.grammar.errors import NOTHING, Place, Problem, shown
 from zengine.config.grammar.kinds import MAPPING, TRUTH, Mismatch
 from zengine.config.grammar.scan import Document, Path, dotted
 from zengine.config.grammar.suggest import look_alike, nearest, one_of
-from zengine.config.grammar.table import Key, Section, Support, walk
+from zengine.config.grammar.table import COMMENT_KEYS, Key, Row, Section, Support, walk
 from zengine.config.keys.root import ROOT, Settings
 
 SWITCHED_OFF = "the section is switched off"
+LEFT_AUTO = 'it is "auto", so its default applies'
+DOTTED = "DeepSpeed reads no dotted names; write the key inside its section"
 _LISTED = 12  # a section with at most so many keys lists them for an unknown key without a near one
 
 
@@ -80,6 +83,9 @@ class _Walk:
         except Mismatch as mismatch:
             self.report(path, mismatch.reason, _section_hint(section, data), given=data)
             return section.factory()
+        self.leave_autos(section, members, path)
+        if section.idle and not members and outer is Mode.ACTIVE:
+            self.ignore(path, section.idle)
         mode = self.mode(section, members, path) if outer is Mode.ACTIVE else outer
         found = {
             name: self.entry(section, name, value, (*path, name), outer if name == section.switch else mode)
@@ -96,6 +102,11 @@ class _Walk:
             return self.inner_section(entry, value, path, mode)
         if isinstance(entry, Key):
             return self.key(entry, value, path, mode)
+        if re.match(COMMENT_KEYS, name):
+            return NOTHING
+        if len(path) == 1 and name in _dotted_names():
+            self.ignore(path, DOTTED, name.partition(".")[0])
+            return NOTHING
         if not section.is_open or nearest(name, section.keys, tolerance=1):
             self.report(path, "unknown key", _suggestion(name, section), given=value)
         elif mode is Mode.OFF:
@@ -145,6 +156,14 @@ class _Walk:
         else:
             self.report(path, entry.why, entry.hint or _accepted(entry), given=value)
 
+    def leave_autos(self, section: Section, members: dict[str, Any], path: Path) -> None:
+        """Remove keys of a section that are "auto" and have no such value, as DeepSpeed does."""
+        for name in [name for name, value in members.items() if value == "auto" and path]:
+            entry = section.keys.get(name)
+            if entry is not None and entry.support is not Support.REJECTED and not _accepts(entry, "auto"):
+                del members[name]
+                self.ignore((*path, name), LEFT_AUTO)
+
     def mode(self, section: Section, members: Mapping[str, Any], path: Path) -> Mode:
         """Return the mode of a section, by the value of its switch."""
         entry = section.keys.get(section.switch)
@@ -170,10 +189,17 @@ class _Walk:
 
     def move(self, entry: Key, members: dict[str, Any], old: Path, value: object) -> None:
         new = (*old[:-1], *entry.target)
+        if value is None:
+            return
+        if value == "auto" and len(old) > 1:
+            self.ignore(old, LEFT_AUTO)
+            return
         try:
             converted = entry.convert(entry.kind.read(value))
         except Mismatch as mismatch:
             self.report(old, mismatch.reason, mismatch.suggestion, given=value)
+            return
+        if converted is None:
             return
         home: Any = members
         for part in entry.target[:-1]:
@@ -182,13 +208,16 @@ class _Walk:
             home[part] = dict(home.get(part) or {})
             home = home[part]
         if entry.target[-1] in home:
-            other = self.place(new).origin()
-            self.report(old, f'the old name of "{dotted(new)}", which is also given ({other})', "Keep the new one.")
+            if home[entry.target[-1]] != converted:
+                other = self.place(new).origin()
+                self.report(
+                    old, f'{entry.why} of "{dotted(new)}", which is also given ({other})', "Keep one of them."
+                )
             return
         home[entry.target[-1]] = converted
         self.moved[new], self.typed[new] = old, value
         text = f" = {shown(converted)}" if entry.kind is TRUTH else ""
-        self.notify(old, f'"{dotted(old)}" is an old name: read as "{dotted(new)}"{text}')
+        self.notify(old, f'"{dotted(old)}" is {entry.why}: read as "{dotted(new)}"{text}')
 
     def written(self, path: Path) -> Path:
         """Return the path of a key as the user wrote it."""
@@ -204,7 +233,7 @@ class _Walk:
         written = self.written(path)
         place = self.document.place(written)
         if path in self.moved:  # the message has both names: the notice about the renaming is not shown
-            reason, given = f'the old name of "{dotted(path)}": {reason}', self.typed[path]
+            reason, given = f'another name of "{dotted(path)}": {reason}', self.typed[path]
             suggestion = "Leave it out."
         self.problems.append(
             Problem(place=place, key=dotted(written), given=given, reason=reason, suggestion=suggestion)
@@ -217,9 +246,9 @@ class _Walk:
         """Return the renamings, and one line for each reason why keys have no effect."""
         return (*self.notices, *(self.no_effect(why, paths) for (_, why), paths in self.idle.items()))
 
-    def ignore(self, path: Path, why: str) -> None:
-        """Record a key that is accepted and has no effect."""
-        self.idle.setdefault((str(path[0]), why), []).append(path)
+    def ignore(self, path: Path, why: str, group: str = "") -> None:
+        """Record a key that is accepted and has no effect; keys of a group (the top key) share a notice."""
+        self.idle.setdefault((group or str(path[0]), why), []).append(path)
 
     def no_effect(self, why: str, paths: list[Path]) -> str:
         names = ", ".join(dotted(path) for path in paths)
@@ -239,6 +268,22 @@ def _section_hint(section: Section, data: object) -> str:
 def _among(value: object, matching: tuple[object, ...]) -> bool:
     """Return True if `value` is in `matching`, with true and 1 distinct."""
     return any(type(value) is type(other) and value == other for other in matching)
+
+
+def _accepts(entry: Row, value: object) -> bool:
+    if isinstance(entry, Section):
+        return False
+    try:
+        entry.kind.read(value)
+    except Mismatch:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _dotted_names() -> frozenset[str]:
+    """Return the paths of all keys inside sections."""
+    return frozenset(dotted(path) for path, _ in walk(ROOT) if len(path) > 1)
 
 
 def _accepted(entry: Key) -> str:

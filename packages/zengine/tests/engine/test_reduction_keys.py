@@ -1,0 +1,80 @@
+"""Keys that decide how gradients travel, against sums that plain torch computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zpartition
+from zcomm.testing import run_ranks
+from zengine.testing import Regression, small_engine
+
+STAGES = (0, 1, 2, 3)
+
+
+def batch_of(rank: int, index: int) -> torch.Tensor:
+    return torch.linspace(-1, 1 + index + 2 * rank, 6).view(2, 3)
+
+
+def trained(stage: int, operation: str) -> dict[str, torch.Tensor]:
+    engine = small_engine(
+        gradient_allreduce_op=operation, gradient_accumulation_steps=2, zero_optimization={"stage": stage}
+    )
+    for index in range(2):
+        engine.backward(engine(batch_of(zcomm.group_rank(), index)))
+        engine.step()
+    return zpartition.whole_state_dict(engine.module)
+
+
+def sums_of_plain_torch() -> dict[str, torch.Tensor]:
+    """The weights after one step of SGD whose gradient is summed over two ranks: (a0 + b0) + (a1 + b1)."""
+    model = Regression()
+    total = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+    for index in range(2):
+        over_ranks = []
+        for rank in range(2):
+            model.zero_grad()
+            (model(batch_of(rank, index)) / 2).backward()
+            over_ranks.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        for name in total:
+            total[name] += over_ranks[0][name] + over_ranks[1][name]
+    return {name: param.detach() - 0.1 * total[name] for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_summed_over_replicas_and_averaged_over_micro_steps(stage: int) -> None:
+    expected = sums_of_plain_torch()
+    for weights in run_ranks(trained, 2, stage, "SUM"):
+        assert {name: torch.equal(weights[name], expected[name]) for name in expected} == dict.fromkeys(
+            expected, True
+        )
+
+
+def fp32_masters(stage: int, key: str) -> torch.Tensor:
+    """The masters after one step of rate 1 from zero whose gradients are 1 and 1 + 2**-7, which bf16 cannot add."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    engine = small_engine(
+        model,
+        bf16={"enabled": True},
+        optimizer={"type": "SGD", "params": {"lr": 1.0}},
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        **({key: True} if key else {}),
+    )
+    x = torch.full((1, 4), 1 + 2**-7 * zcomm.group_rank(), dtype=torch.bfloat16)
+    engine.backward(engine(x).sum())
+    engine.step()
+    master = zpartition.safe_get_full_fp32_param(engine.module.weight)
+    assert master is not None
+    return master
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_allreduce_sends_gradients_in_fp32(stage: int) -> None:
+    for exact, rounded in zip(
+        run_ranks(fp32_masters, 2, stage, "fp32_allreduce"), run_ranks(fp32_masters, 2, stage, "")
+    ):
+        assert exact.unique().tolist() == [-(1 + 2**-8)]
+        assert rounded.unique().tolist() == [-1.0]
