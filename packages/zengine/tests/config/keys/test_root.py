@@ -67,7 +67,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         *(f"amp.{key}" for key in AMP),
         *("torch_autocast.loss_scale", "fp8", "fp8.enabled", "fp8.exclude", "fp8.modules"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
-        *("activation_checkpointing.modules", "dataloader_prefetch", "pipeline.schedule"),
+        *("activation_checkpointing.modules", "dataloader_prefetch", "pipeline.schedule", "flops_profiler.step"),
     }
 
 
