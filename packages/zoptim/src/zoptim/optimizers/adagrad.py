@@ -1,8 +1,8 @@
 """Adagrad (Duchi et al. 2011), drop-in for torch.optim.Adagrad.
 
 Sparse gradients.  The gradient of an embedding created with sparse=True has rows.  A step copies these rows of the
-weight and of its sum of squares, updates the copies by the rule, and writes them back: other rows are neither read nor
-written.  Weight decay applies to these rows alone, as in DeepSpeed; torch rejects it.
+weight and of its sum of squares, updates the copies by the rule, and writes them back: other rows are neither read
+nor written.  Weight decay applies to these rows alone, as in DeepSpeed; torch rejects it.
 """
 
 from __future__ import annotations

@@ -63,11 +63,11 @@ def check_autocast_weights(config: Config) -> Problem | None:
     if not autocast_of(settings).enabled or not rejected or settings.fp16.enabled or settings.bf16.enabled:
         return None  # beside amp, check_amp reports the sections
     switch = "amp.enabled" if is_amp else "torch_autocast.enabled"
-    wide = rejected == ["float64"]
+    wide, dtype = rejected == ["float64"], at(config, "data_types.param_dtype")
     return violation(
         config,
         switch,
-        f"{at(config, switch)} is incompatible with weights in {rejected[0]} ({at(config, 'data_types.param_dtype')}): "
+        f"{at(config, switch)} is incompatible with weights in {rejected[0]} ({dtype}): "
         + ("autocast does not cast operations on float64" if wide else "amp casts weights in float32"),
         "Remove one of the two." if wide else 'Use "torch_autocast", which casts weights of any dtype but float64.',
     )
