@@ -70,6 +70,9 @@ MODES: dict[str, Mode] = {
     "autocast bf16 on bf16": Mode(
         config={"bf16": ON, "torch_autocast": ON}, weights=BF16, autocast=BF16
     ),
+    "autocast fp16 on fp16": Mode(
+        config={"fp16": {**ON, "loss_scale": 128}, "torch_autocast": ON}, weights=F16, autocast=F16, scale=128.0
+    ),
     "bf16 with narrow masters": Mode(
         config={"bf16": LOW}, weights=BF16, masters=BF16, states="fp32"
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -129,6 +131,51 @@ def test_autocast_in_float16_scales_the_loss_and_counts_what_overflows():
     engine.backward(engine(inputs(0)).float().square().mean())
     assert engine.step()
     assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("section", "weights", "autocast", "chosen"),
+    [
+        ("fp16", torch.float16, {}, torch.float16),
+        ("fp16", torch.float16, {"dtype": "bf16"}, torch.bfloat16),
+        ("bf16", torch.bfloat16, {"dtype": "fp16", "loss_scale": 64}, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_of_16_bits_under_autocast_have_the_bits_of_a_loop_with_masters(
+    stage, section, weights, autocast, chosen
+):
+    """As in DeepSpeed: the section of the weights sets masters and loss scale, the autocast casts operations."""
+    scale = {"loss_scale": 64} if section == "fp16" else {}
+    config = {
+        "train_batch_size": 6,
+        "gradient_clipping": 0,
+        section: {"enabled": True, **scale},
+        "torch_autocast": {"enabled": True, **autocast},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage},
+    }
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    bare = copy.deepcopy(model).to(weights)
+    masters = [param.detach().float() for param in bare.parameters()]
+    engine, *_ = zengine.initialize(model=model, config=config)
+    for step in range(3):
+        output = engine(inputs(step))
+        loss = output.float().square().mean()
+        engine.backward(loss)
+        assert engine.step()
+        with torch.autocast("cpu", dtype=chosen):
+            expected = bare(inputs(step))
+        assert output.dtype == expected.dtype == chosen
+        assert torch.equal(output, expected)
+        (expected.float().square().mean() * 64).backward()
+        for param, master in zip(bare.parameters(), masters, strict=True):
+            master -= 0.05 * (param.grad.float() / 64)
+            param.data.copy_(master)
+            param.grad = None
+    assert engine.loss_scale == 64
+    engine.close()
 
 
 def _wires(stage: int, section: dict[str, object]) -> set[tuple[int, str]]:

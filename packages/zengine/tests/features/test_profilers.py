@@ -52,6 +52,19 @@ def _train(folder: str) -> dict[str, Any]:
     return {"summary": summary, "table": Path(table).read_text(), "held": held}
 
 
+def test_step_of_the_flops_profiler_chooses_the_profiled_step(tmp_path: Path) -> None:
+    table = tmp_path / "table.txt"
+    profile = {"enabled": True, "step": 2, "output_file": str(table)}
+    engine, *_ = zengine.initialize(model=model(), config=config(str(tmp_path), flops_profiler=profile))
+    seen = []
+    for _ in range(4):
+        engine.backward(engine(torch.ones(BATCH, WIDTH)).square().mean())
+        engine.step()
+        seen.append(table.exists())
+    engine.close()
+    assert seen == [False, False, True, True]
+
+
 def test_profiles_traces_and_summaries_of_two_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(_train, 2, str(tmp_path))
     whole = sum(param.numel() for param in model().parameters())

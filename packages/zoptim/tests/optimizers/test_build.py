@@ -52,6 +52,13 @@ def test_adam_decouples_the_decay_unless_adam_w_mode_is_false() -> None:
     assert coupled.param_groups[0]["decoupled_weight_decay"] is False
 
 
+@pytest.mark.parametrize(("torch_adam", "cls"), [(False, zoptim.AdamW), (True, torch.optim.AdamW)])
+def test_adamw_decouples_the_decay_whatever_adam_w_mode_says(torch_adam: bool, cls: type) -> None:
+    """DeepSpeed's rule: the name "AdamW" wins."""
+    for mode in (False, True):
+        assert type(make("AdamW", adam_w_mode=mode, torch_adam=torch_adam)) is cls
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("torch_adam", [False, True])
 def test_defaults_are_those_of_deepspeed(name: str, torch_adam: bool) -> None:
@@ -98,7 +105,6 @@ def test_groups_and_generators_are_accepted_as_in_torch() -> None:
     [
         ("Adam", {"max_grad_norm": 1.0}, r"Adam was given max_grad_norm=1\.0;.*set gradient_clipping"),
         ("RMSprop", {"max_grad_norm": 1.0}, r"set gradient_clipping"),
-        ("AdamW", {"adam_w_mode": False}, r"AdamW was given adam_w_mode=False, which contradicts its name"),
         (
             "Adam",
             {"torch_adam": True, "bias_correction": False},

@@ -140,6 +140,8 @@ def test_gradients_of_another_dtype_are_converted(row: Any, lab: Any) -> None:
 
 
 def test_a_sparse_gradient_raises_with_its_name_before_anything_changes(row: Any, lab: Any) -> None:
+    if row.make([torch.ones(4, requires_grad=True)]).__class__ is zoptim.Adagrad:
+        pytest.skip("Adagrad updates rows; see test_adagrad_rows.py")
     dense, sparse = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
     optimizer = row.make([("dense", dense), ("table.weight", sparse)])
     dense.grad = torch.ones(4)

@@ -17,6 +17,7 @@ there may be any.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
@@ -151,8 +152,9 @@ class Partition(PartitionState):
         self.speculative_step.close()
         self.speculation = scaled, expected_divisor
         buckets = [SteppedBucket(*pair) for pair in zip(self.holders, self.reducer.gradients)]
+        num_cores = self.policy.offload.num_cores(_usable_cores())
         self.speculative_step = start_speculation(
-            buckets, self.optimizer, scaled, expected_divisor, self.offload_manager.mover
+            buckets, self.optimizer, scaled, expected_divisor, self.offload_manager.mover, num_cores
         )
 
     def synchronise(self) -> None:
@@ -286,9 +288,8 @@ class Partition(PartitionState):
         self.offload_manager.mover.wait_device()
         self.unsharder.invalidate()
         for storage in self.whole if self.layout.num_shards > 1 else ():
-            label = f"weights[{storage.bucket.index}]"
-            holders = self.ranks.groups_for(storage.bucket).shard
-            handles.append(zcomm.all_gather(storage.flat, storage.own_span, holders, async_op=True, label=label))
+            group = self.ranks.groups_for(storage.bucket).shard
+            handles.append(storage.gather(group, self.policy.gather_numel, self.reducer.pool))
         for handle in handles:
             handle.wait()
         self.replicated.broadcast_buffers()
@@ -421,3 +422,8 @@ class Partition(PartitionState):
         return preserve_unused(
             self.optimizer, [(h, p) for h in holders if names for p in h.pieces if p.slot.name in names]
         )
+
+
+def _usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,14 @@ from zpartition.disk import DiskError, DiskOptions, DiskStore
 from zpartition.disk.files import BlockFile
 from zpartition.layout.policy import Tier
 from zpartition.memory.mover import PlainMover
-from zpartition.memory.placement import ON_DEVICE, DeviceParams, DiskParams, HostParams, ParamPlacement
+from zpartition.memory.placement import (
+    ON_DEVICE,
+    DeviceParams,
+    DiskParams,
+    HostParams,
+    ParamPlacement,
+    StagingBuffers,
+)
 
 
 @pytest.fixture
@@ -32,7 +39,7 @@ def test_what_was_put_is_taken_and_what_was_dropped_is_not(tier: Tier, store: Di
     param_stores: dict[Tier, ParamPlacement] = {
         Tier.DEVICE: DeviceParams(span),
         Tier.HOST: HostParams.of(span, PlainMover()),
-        Tier.DISK: DiskParams.of(span, PlainMover(), store),
+        Tier.DISK: DiskParams.of(span, PlainMover(), store, StagingBuffers(10**9)),
     }
     param_placement = param_stores[tier]
     param_placement.prefetch()
@@ -55,7 +62,7 @@ def test_what_was_put_is_taken_and_what_was_dropped_is_not(tier: Tier, store: Di
 def test_a_drive_that_fails_once_is_told_of_and_the_weights_can_be_read_and_written_again(
     kind: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    param_placement = DiskParams.of(torch.zeros(5000), PlainMover(), store)
+    param_placement = DiskParams.of(torch.zeros(5000), PlainMover(), store, StagingBuffers(10**9))
     assert param_placement.load().eq(0).all()
     param_placement.unload()
 

@@ -67,7 +67,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         *(f"amp.{key}" for key in AMP),
         *("torch_autocast.loss_scale", "fp8", "fp8.enabled", "fp8.exclude", "fp8.modules"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
-        *("activation_checkpointing.modules", "dataloader_prefetch", "pipeline.schedule"),
+        *("activation_checkpointing.modules", "dataloader_prefetch", "pipeline.schedule", "flops_profiler.step"),
     }
 
 
@@ -130,13 +130,16 @@ wall_clock_breakdown
 wandb.enabled wandb.group wandb.project wandb.team
 zero_optimization.ignore_unused_parameters
 zero_optimization.leaf_module.classes zero_optimization.leaf_module.name_suffixes zero_optimization.leaf_module.names
+zero_optimization.allgather_bucket_size
 zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
+zero_optimization.offload_optimizer.cpuadam_cores_perc zero_optimization.offload_param.buffer_count
+zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu
 zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
 zero_optimization.offload_optimizer.ratio zero_optimization.offload_optimizer.super_offload
 zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
 zero_optimization.offload_param.pin_memory
 zero_optimization.sub_group_size
-aio.intra_op_parallelism
+aio.block_size aio.intra_op_parallelism aio.queue_depth
 zero_optimization.load_from_fp32_weights zero_optimization.overlap_comm
 zero_optimization.reduce_at zero_optimization.reduce_bucket_size zero_optimization.stage
 zero_optimization.shard_group_size

@@ -22,6 +22,12 @@ def test_the_plans_hold_what_the_sections_say() -> None:
     assert not found.comms.enabled
 
 
+def test_step_is_an_old_name_of_the_profiled_step() -> None:
+    found = plan(flops_profiler={"enabled": True, "step": 5})
+    assert found.profiling.flops.profile_step == 5
+    assert 'dict: "flops_profiler.step" is an old name: read as "flops_profiler.profile_step"' in found.notices
+
+
 def test_everything_is_off_by_default() -> None:
     found = plan().profiling
     assert (found.flops.enabled, found.window.enabled, found.comms.enabled) == (False, False, False)

@@ -52,7 +52,7 @@ def test_every_change_is_told_and_nothing_is_left_to_tell() -> None:
         "train_batch_size": 8,
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "shard_group_size": 2},
         "bf16": {"enabled": True},
-        "aio": {"intra_op_parallelism": 4},
+        "aio": {"intra_op_parallelism": 4, "block_size": 1048576},
     }
     assert set(converted.changes) == {
         'zero_optimization.cpu_offload is now zero_optimization.offload_optimizer.device = "cpu"',
@@ -62,7 +62,6 @@ def test_every_change_is_told_and_nothing_is_left_to_tell() -> None:
         "fp16 is left out: the section is switched off",
         "zero_allow_untested_optimizer is left out: every torch optimizer is accepted",
         "aio.thread_count is now aio.intra_op_parallelism",
-        "aio.block_size is left out: files are read and written in blocks of 1 MiB",
         "vocabulary_size is left out: it only asks for advice on padding",
     }
     assert not any("no effect" in notice or "old name" in notice for notice in load(converted.data).notices)

@@ -1,19 +1,29 @@
-"""Adagrad (Duchi et al. 2011), drop-in for torch.optim.Adagrad."""
+"""Adagrad (Duchi et al. 2011), drop-in for torch.optim.Adagrad.
+
+Sparse gradients.  The gradient of an embedding created with sparse=True has rows.  A step copies these rows of the
+weight and of its sum of squares, updates the copies by the rule, and writes them back: other rows are neither read
+nor written.  Weight decay applies to these rows alone, as in DeepSpeed; torch rejects it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from zoptim.backends.contract import Flag, Hyper, flags_of
+from zoptim.backends.signals import is_skipped, read_signals
 from zoptim.checks import number
+from zoptim.errors import UnsupportedTensorError
 from zoptim.optimizers.base import Params, check_common
 from zoptim.optimizers.flat import FlatOptimizer
 from zoptim.rules.elementwise import adagrad_rule
+from zoptim.states.formats import StateFormat
 from zoptim.states.spec import StateSpec
+from zoptim.updates.fallback import update_in_torch
+from zoptim.updates.plan import Entry
 
 __all__ = ["Adagrad"]
 
@@ -27,6 +37,8 @@ class Adagrad(FlatOptimizer):
     `foreach` see FlatOptimizer.
 
     State of a parameter, by torch's names: `step` () float32, `sum` of the parameter's shape and device.
+
+    Sparse gradients update their rows alone; 8-bit states, whose scales span rows, raise UnsupportedTensorError then.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -62,6 +74,58 @@ class Adagrad(FlatOptimizer):
             "split_master": split_master,
         }
         super().__init__(params, defaults)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, dense or sparse; return the closure's loss, or None."""
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.step()
+            return loss
+        sparse = [
+            (index, position, param, param.grad)
+            for index, group in enumerate(self.param_groups)
+            for position, param in enumerate(group["params"])
+            if param.grad is not None and param.grad.is_sparse
+        ]
+        if not sparse:
+            return super().step()
+        for index, position, _, _ in sparse:
+            if StateFormat.parse(self.param_groups[index]["state_dtype"]) is StateFormat.INT8:
+                raise UnsupportedTensorError(
+                    f"the gradient of {self._name(index, position)} is sparse, and a scale of 8-bit states spans "
+                    'several rows. Use state_dtype="bf16", or build the embedding with sparse=False.'
+                )
+        try:
+            for _, _, param, _ in sparse:
+                param.grad = None
+            super().step()  # the dense ones
+        finally:
+            for _, _, param, grad in sparse:
+                param.grad = grad
+        with torch.no_grad():
+            for index, position, _, grad in sparse:
+                self._update_rows(index, position, grad.coalesce())
+        return None
+
+    def _update_rows(self, index: int, position: int, grad: Tensor) -> None:
+        """Update the rows of one parameter that its coalesced sparse gradient has."""
+        group = self.param_groups[index]
+        param = group["params"][position].detach()
+        signals = read_signals(self.grad_scale, self.found_inf)
+        if is_skipped(signals):
+            return
+        state = self._ready_state(index, position)
+        rows = tuple(grad.indices())
+        shaped = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape]
+        copies = {**state, **{key: state[key][rows] for key in shaped}}
+        entry = Entry(param[rows], grad.values(), copies, position)
+        update_in_torch(self, group, [entry], signals)
+        param[rows] = entry.param
+        for key in shaped:
+            state[key][rows] = copies[key]
+        if (weight := self._mirrors.get(group["params"][position])) is not None:
+            weight.detach()[rows] = entry.param.to(weight.dtype)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_adagrad(options)

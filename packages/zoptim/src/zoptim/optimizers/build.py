@@ -5,7 +5,8 @@ of any other class of torch.optim builds torch's.  DeepSpeed optimizers that zop
 
 DeepSpeed's semantics:
 
-* "Adam" decouples the weight decay (it is AdamW) unless `adam_w_mode` is false.
+* "Adam" decouples the weight decay (it is AdamW) unless `adam_w_mode` is false; "AdamW" always does, whatever
+  `adam_w_mode` says.
 * weight_decay defaults to 0, also for "AdamW" (torch's AdamW: 0.01); "Lion" defaults to lr 1e-3, betas (0.9, 0.999).
 * `torch_adam` selects torch's class instead of ours.
 * `fp32_optimizer_states` (Adam, AdamW, Lion, Adagrad): true keeps moments in float32 for any parameter dtype, false
@@ -77,14 +78,9 @@ def _options_of(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
 
 def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
     check_option_names(name, options, (*_options_of(AdamW), *_DEEPSPEED_ADAM_OPTIONS))
-    decoupled = flag("adam_w_mode", options.pop("adam_w_mode", True))
+    decoupled = flag("adam_w_mode", options.pop("adam_w_mode", True)) or name.lower() == "adamw"
     use_torch = flag("torch_adam", options.pop("torch_adam", False))
     states = _states(name, options)
-    if name.lower() == "adamw" and not decoupled:
-        raise ValueError(
-            f"{name} was given adam_w_mode=False, which contradicts its name. "
-            'Use type "Adam" with adam_w_mode false for L2 decay, or remove adam_w_mode.'
-        )
     options.setdefault("weight_decay", 0.0)
     if use_torch:
         return _make_torch_adam(name, params, options, decoupled)

@@ -239,8 +239,11 @@ def _offloaded_weight_bytes(
 ) -> dict[str, int]:
     """Bytes of offloaded weights by place; frozen ones are never on disk."""
     found: dict[str, int] = {}
+    kept = 0  # elements that stay on the host, as in `OffloadManager.place_params`
     for bucket in units:
         on_disk = policy.offload.weights is Tier.DISK and bucket in trained
+        if on_disk and policy.offload.keeps_on_host(kept, bucket.span_numel):
+            on_disk, kept = False, kept + bucket.span_numel
         host = "pinned" if device == "cuda" and policy.offload.pin else "host"
         place = "disk parameters" if on_disk else f"{host} parameters"
         size = bucket.span_numel * bucket.dtype.itemsize

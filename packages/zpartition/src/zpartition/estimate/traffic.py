@@ -38,6 +38,7 @@ from zpartition.layout.units import encloses
 from zpartition.ownership import named_groups
 from zpartition.state.optimizer_state import block_numel
 from zpartition.weights.gather_sources import WEIGHT_BLOCK
+from zpartition.weights.storage import piece_numel
 
 __all__ = ["Flow", "TrafficPlan", "count_gathers", "embedding_only_units", "plan_traffic"]
 
@@ -88,7 +89,7 @@ def plan_traffic(
     rounds = 1 if reduce_at(policy, trained) is ReduceAt.BOUNDARY else num_backwards
     flows = [
         *_gradient_flows(trained, policy, rounds),
-        *_update_flows(trained),
+        *_update_flows(trained, policy),
         *_unit_flows(module, trained, frozen, policy, num_backwards),
     ]
     return TrafficPlan(
@@ -127,14 +128,13 @@ def _few_bits(layout: Layout, policy: ZeroPolicy, rounds: int) -> list[Flow]:
     ]
 
 
-def _update_flows(layout: Layout) -> list[Flow]:
+def _update_flows(layout: Layout, policy: ZeroPolicy) -> list[Flow]:
     """All-gathers of weights that were updated in shards and are whole on every rank."""
     whole = [bucket for bucket in layout.buckets if bucket.unit is None and bucket.num_shards > 1]
     payload = sum(bucket.numel * bucket.dtype.itemsize for bucket in whole)
+    count = sum(-(-bucket.span_numel // piece_numel(bucket, policy.gather_numel)) for bucket in whole)
     return [
-        Flow(
-            "updated weights, all-gather", layout.num_shards, len(whole), round(_gathered(payload, layout.num_shards))
-        )
+        Flow("updated weights, all-gather", layout.num_shards, count, round(_gathered(payload, layout.num_shards)))
     ]
 
 

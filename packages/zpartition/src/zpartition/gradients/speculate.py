@@ -149,13 +149,19 @@ def start_speculation(
     scaled: Any,
     expected_divisor: Callable[[], Tensor | None],
     mover: Mover,
+    num_cores: int = 0,
 ) -> SpeculativeStep:
-    """Start a thread that steps `buckets`; none for an optimizer that looks at whole tensors."""
+    """Start a thread that steps `buckets`; none for an optimizer that looks at whole tensors.
+
+    num_cores: threads that a kernel may use in it; 0: torch's number.
+    """
     if accepts_cuts(optimizer):  # its step communicates, which a thread must not
         name = type(optimizer).__name__
         warnings.warn(f"speculation has no effect: {name} needs whole tensors, over all ranks", stacklevel=3)
         return NO_SPECULATION
     made = SpeculativeThread(buckets, optimizer, scaled, expected_divisor, mover)
+    if num_cores:
+        _limit_threads(made.thread, num_cores)
     for index, bucket in enumerate(buckets):
         bucket.gradient.speculative_step = made
         if isinstance(bucket.placement, HostPlacement):
@@ -308,6 +314,20 @@ class SpeculativeThread(SpeculativeStep):
         self.thread.shutdown()
         self.undos.clear()
         self.scratch = None
+
+
+def _limit_threads(thread: ThreadPoolExecutor, num_threads: int) -> None:
+    """Let torch and its kernels use `num_threads` threads in `thread`.
+
+    torch.set_num_threads acts on the thread that calls it, unless that thread has not asked for its number before,
+    and on threads that are started later; for these the number is set back.
+    """
+    before = torch.get_num_threads()
+    try:
+        thread.submit(torch.get_num_threads).result()
+        thread.submit(torch.set_num_threads, num_threads).result()
+    finally:
+        torch.set_num_threads(before)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

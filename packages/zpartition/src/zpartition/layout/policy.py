@@ -53,6 +53,9 @@ __all__ = [
 ]
 
 
+PAGE_BYTES = 4096
+
+
 class Tier(enum.Enum):
     """Kind of memory."""
 
@@ -95,8 +98,14 @@ class Offload:
     )  # step calls whose states are in memory at once (DISK)
     pin: bool = attrs.field(default=True, validator=instance_of(bool))  # page-locked host memory on CUDA
     directory: str = ""  # for DISK: local and fast; each rank creates its own folder in it
-    num_threads: int = attrs.field(default=8, validator=ge(1))  # reading and writing (DISK)
+    num_threads: int = attrs.field(default=1, validator=ge(1))  # (DISK), see `num_calls`
+    queue_depth: int = attrs.field(default=8, validator=ge(1))  # (DISK), see `num_calls`
+    block_bytes: int = attrs.field(default=1 << 20, validator=and_(ge(1), le(1 << 30)))  # (DISK), see `call_bytes`
+    host_weight_numel: int = attrs.field(default=0, validator=ge(0))  # (DISK) of weights
+    weight_buffer_count: int = attrs.field(default=5, validator=ge(1))  # (DISK) host buffers for weights
+    weight_buffer_numel: int = attrs.field(default=100_000_000, validator=ge(1))  # of each
     speculation: Speculation = Speculation.OFF
+    core_share: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))  # see `num_cores`
 
     def __attrs_post_init__(self) -> None:
         if Tier.DISK in (self.states, self.weights) and not self.directory:
@@ -108,6 +117,29 @@ class Offload:
                 f"Offload(speculation={self.speculation.name}, states={self.states.name}): only states on the host "
                 "can be updated during backward and rolled back. Use states=Tier.HOST, or Speculation.OFF."
             )
+
+    @property
+    def weight_staging_numel(self) -> int:
+        """Elements of weights that pass through host memory at once; a larger shard passes alone."""
+        return self.weight_buffer_count * self.weight_buffer_numel
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that read or write files at the same time, each in a thread of its own."""
+        return self.num_threads * self.queue_depth
+
+    @property
+    def call_bytes(self) -> int:
+        """Bytes of one of these calls: `block_bytes`, rounded up to whole pages, which O_DIRECT requires."""
+        return -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    def num_cores(self, usable: int) -> int:
+        """Return the threads of a speculative step on `usable` cores; 0: as many as torch uses."""
+        return max(1, int(self.core_share * usable)) if self.core_share else 0
+
+    def keeps_on_host(self, kept: int, numel: int) -> bool:
+        """Return whether the next shard of weights, `numel` elements, stays on the host beside `kept` that do."""
+        return self.weights is Tier.DISK and kept + numel <= self.host_weight_numel
 
     @property
     def moves_states(self) -> bool:
@@ -204,6 +236,7 @@ class ZeroPolicy:
 
     stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
     bucket_numel: int = attrs.field(default=0, validator=ge(0))  # 0: derived from the model's size
+    gather_numel: int = attrs.field(default=0, validator=ge(0))  # of one message of updated weights; 0: a bucket
     reduce_dtype: torch.dtype | None = None  # on the wire; None: the dtype of the parameters themselves
     narrow_dtype: torch.dtype | None = None  # on the wire, for parameters of modules of `narrow_classes`
     narrow_classes: tuple[str, ...] = ()  # names, with or without the path: "Linear", "torch.nn.Linear"

@@ -13,6 +13,7 @@ slot that is written first: no older generation is needed, because masters, whic
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Callable
@@ -37,6 +38,7 @@ __all__ = [
     "HostPlacement",
     "MasterPlacement",
     "ParamPlacement",
+    "StagingBuffers",
 ]
 
 
@@ -228,6 +230,35 @@ _numbers = itertools.count()  # of regions: names in a store
 
 @final
 @attrs.define(eq=False)
+class StagingBuffers:
+    """Host memory that weights pass through on their way from and to files.
+
+    Invariant: at most `most_numel` elements are in it, or one shard that is larger.  Reads that are not needed yet
+    begin only where there is room; a read that is needed, and a write, wait for writes, and end early reads.
+    """
+
+    most_numel: int
+    held_numel: int = 0
+    writes: collections.deque[DiskParams] = attrs.field(factory=collections.deque)  # in flight, in order of start
+    early: list[DiskParams] = attrs.field(factory=list)  # that read ahead, in order of start
+
+    def has_room(self, numel: int) -> bool:
+        """Return whether `numel` elements fit now."""
+        while self.writes and self.held_numel + numel > self.most_numel and self.writes[0].is_written:
+            self.writes[0].finish_write()
+        return not self.held_numel or self.held_numel + numel <= self.most_numel
+
+    def make_room(self, numel: int) -> None:
+        """Wait until `numel` elements fit."""
+        while not self.has_room(numel) and (self.writes or self.early):
+            if self.writes:
+                self.writes[0].finish_write()
+            else:
+                self.early[-1].stop_reading()
+
+
+@final
+@attrs.define(eq=False)
 class DiskParams:
     """Weights in a file; in CPU memory while it is read or written."""
 
@@ -237,16 +268,17 @@ class DiskParams:
     dtype: torch.dtype
     numel: int
     region: Region
+    staging: StagingBuffers
     reading: tuple[Tensor, Transfer] | None = None
     writing: Transfer | None = None
     on_device: Tensor | None = None  # the copy on the device
     tier = Tier.DISK
 
     @classmethod
-    def of(cls, span: Tensor, mover: Mover, store: DiskStore) -> DiskParams:
+    def of(cls, span: Tensor, mover: Mover, store: DiskStore, staging: StagingBuffers) -> DiskParams:
         """Adopt (span numel,) weights on the device."""
         region = store.allocate(f"weights {next(_numbers)}", span.nbytes)
-        made = cls(store, mover, span.device, span.dtype, span.numel(), region)
+        made = cls(store, mover, span.device, span.dtype, span.numel(), region, staging)
         made._write(span)
         return made
 
@@ -256,20 +288,57 @@ class DiskParams:
         return 2 * self.region.num_bytes
 
     def prefetch(self) -> None:
-        if self.reading is None and self.on_device is None:
-            buffer = self.store.buffer(self.region.num_bytes)
-            self.reading = (buffer, self.store.read(self.region, buffer))
+        if self.reading is None and self.on_device is None and self.staging.has_room(self.numel):
+            self._begin_reading()
 
     def load(self) -> Tensor:
-        self.prefetch()
-        if self.on_device is None and self.reading is not None:
-            (buffer, transfer), self.reading = self.reading, None  # after a failure the next `load` reads again
-            transfer.wait()
-            self.on_device = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            self.mover.send(self.on_device, self._values_in(buffer))
-            self.mover.wait_device()
-        assert self.on_device is not None
+        if self.on_device is None:
+            if self.reading is None:
+                self.staging.make_room(self.numel)
+                self._begin_reading()
+            assert self.reading is not None
+            buffer, transfer = self.reading
+            try:
+                transfer.wait()
+                on_device = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+                self.mover.send(on_device, self._values_in(buffer))
+                self.mover.wait_device()
+            finally:  # after a failure the next `load` reads again
+                self._end_reading()
+            self.on_device = on_device
         return self.on_device
+
+    def _begin_reading(self) -> None:
+        buffer = self.store.buffer(self.region.num_bytes)
+        self.reading = (buffer, self.store.read(self.region, buffer))
+        self.staging.held_numel += self.numel
+        self.staging.early.append(self)
+
+    def _end_reading(self) -> None:
+        self.reading = None
+        self.staging.held_numel -= self.numel
+        self.staging.early.remove(self)
+
+    def stop_reading(self) -> None:
+        """Drop what is read ahead, if anything, when it has arrived: `load` reads again."""
+        if self.reading is not None:
+            with contextlib.suppress(DiskError):
+                self.reading[1].wait()
+            self._end_reading()
+
+    @property
+    def is_written(self) -> bool:
+        """True if the last write has ended, successfully or not."""
+        return self.writing is None or self.writing.is_done
+
+    def finish_write(self) -> None:
+        """Wait for the last write, if any; an error is raised when the weights are read."""
+        if self.writing is not None:
+            with contextlib.suppress(DiskError):
+                self.writing.wait()
+            self.writing = None
+            self.staging.held_numel -= self.numel
+            self.staging.writes.remove(self)
 
     def unload(self) -> None:
         self.on_device = None
@@ -287,14 +356,14 @@ class DiskParams:
 
         Transfers in flight are outdated: once they are over, their result is ignored.
         """
-        for transfer in (self.writing, self.reading[1] if self.reading is not None else None):
-            with contextlib.suppress(DiskError):
-                if transfer is not None:
-                    transfer.wait()
-        self.reading = None
+        self.finish_write()
+        self.stop_reading()
+        self.staging.make_room(self.numel)
         buffer = self.store.buffer(self.region.num_bytes)
         self._values_in(buffer).copy_(values)
         self.writing = self.store.write(self.region, buffer)
+        self.staging.held_numel += self.numel
+        self.staging.writes.append(self)
 
     def _values_in(self, buffer: Tensor) -> Tensor:
         return buffer[: self.region.num_bytes].view(self.dtype)

@@ -28,7 +28,14 @@ from zpartition.gradients.reducer import GradientReducer
 from zpartition.layout.layout import Layout
 from zpartition.layout.policy import Offload, Tier, step_groups
 from zpartition.memory.mover import Mover, make_mover
-from zpartition.memory.placement import ON_DEVICE, DiskParams, HostParams, HostPlacement, MasterPlacement
+from zpartition.memory.placement import (
+    ON_DEVICE,
+    DiskParams,
+    HostParams,
+    HostPlacement,
+    MasterPlacement,
+    StagingBuffers,
+)
 from zpartition.offload.disk_states import DiskPlacement, StateStore
 from zpartition.offload.disk_step import DiskStep, hook_dicts
 from zpartition.weights.sharded import ShardedStorage
@@ -54,6 +61,10 @@ class OffloadManager:
     numels: tuple[int, ...] = ()  # of the spans, by bucket index
     disks: tuple[StateStore, ...] = ()  # one, if any states are on disk
     param_stores: tuple[DiskStore, ...] = ()  # one, if any weights are on disk
+    host_weight_numel: int = 0  # of the weights that stay on the host although others are on disk
+    staging: StagingBuffers = attrs.field(
+        default=attrs.Factory(lambda self: StagingBuffers(self.offload.weight_staging_numel), takes_self=True)
+    )  # of weights on disk
     hooks: tuple[RemovableHandle, ...] = ()  # of the optimizer's state dicts
 
     @classmethod
@@ -91,9 +102,13 @@ class OffloadManager:
         if not isinstance(storage, ShardedStorage) or self.offload.weights is Tier.DEVICE:
             return storage
         if self.offload.weights is Tier.DISK and storage.is_trained:
-            self.param_stores = self.param_stores or (open_store(self.offload, self.group),)
-            storage.param_placement = DiskParams.of(storage.own_span, self.mover, self.param_stores[0])
-            return storage
+            numel = storage.bucket.span_numel
+            if not self.offload.keeps_on_host(self.host_weight_numel, numel):
+                self.param_stores = self.param_stores or (open_store(self.offload, self.group),)
+                store = self.param_stores[0]
+                storage.param_placement = DiskParams.of(storage.own_span, self.mover, store, self.staging)
+                return storage
+            self.host_weight_numel += numel
         storage.param_placement = param_placement = HostParams.of(storage.own_span, self.mover)
         if not storage.is_trained:
             storage.master.data = param_placement.host
@@ -237,7 +252,8 @@ def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
             DiskStore.remove(os.path.join(offload.directory, left))
     folder = tempfile.mkdtemp(prefix=prefix, dir=offload.directory)
     try:
-        store = DiskStore.create(folder, DiskOptions(num_threads=offload.num_threads, durable=False))
+        options = DiskOptions(num_threads=offload.num_calls, chunk_bytes=offload.call_bytes, durable=False)
+        store = DiskStore.create(folder, options)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

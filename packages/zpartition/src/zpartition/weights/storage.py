@@ -26,9 +26,10 @@ from zpartition.layout.address import Address, Shard, cut, whole
 from zpartition.layout.layout import Bucket, Piece
 from zpartition.layout.model_parallel import addresses_of, expert_shards_of
 from zpartition.layout.policy import ZeroPolicy
+from zpartition.memory.buffers import BufferPool
 from zpartition.memory.placement import ON_DEVICE, MasterPlacement, refresh_changed, same_bits
 
-__all__ = ["BucketStorage", "ReplicatedTensors"]
+__all__ = ["BucketStorage", "ReplicatedTensors", "piece_numel"]
 
 
 @final
@@ -83,6 +84,27 @@ class BucketStorage:
         """Cast the master into this rank's span of the module's weights."""
         self.placement.publish(self.master, self.own_span)
 
+    def gather(self, group: ProcessGroup | None, most_numel: int, pool: BufferPool) -> zcomm.Handle:
+        """Start to collect the spans of all ranks in `flat`.
+
+        most_numel: elements of one message, at least one of each rank; 0: one message, in place.  Longer buckets are
+        gathered in pieces, one after the other, through a free buffer of `pool` or memory of one message.
+        """
+        label, shards = f"weights[{self.bucket.index}]", self.bucket.num_shards
+        step = piece_numel(self.bucket, most_numel)
+        if step >= self.bucket.span_numel:
+            return zcomm.all_gather(self.flat, self.own_span, group, async_op=True, label=label)
+        lent = pool.reuse(shards * step, self.flat.dtype)
+        buffer = torch.empty(shards * step, dtype=self.flat.dtype, device=self.flat.device) if lent is None else lent
+        for first in range(0, self.bucket.span_numel, step):
+            part = self.own_span[first : first + step]
+            whole = buffer[: shards * part.numel()]
+            zcomm.all_gather(whole, part, group, label=label)
+            self.flat.view(shards, -1)[:, first : first + part.numel()].copy_(whole.view(shards, -1))
+        if lent is not None:
+            pool.release(lent)
+        return zcomm.DONE
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return the parameters' parts inside `master`."""
         return tuple(self.bucket.pieces(rank))
@@ -105,6 +127,14 @@ class BucketStorage:
         for param in self.params:
             param.data = param.data.clone()
             param.grad = None
+
+
+def piece_numel(bucket: Bucket, most_numel: int) -> int:
+    """Return the elements of each rank in one message; padding does not count against the limit, and 0 is none."""
+    if not most_numel or sum(slot.numel for slot in bucket.slots) <= most_numel:
+        return bucket.span_numel
+    num_pieces = -(-bucket.span_numel // max(1, most_numel // bucket.num_shards))
+    return -(-bucket.span_numel // num_pieces)
 
 
 @final

@@ -120,11 +120,13 @@ class DataTypes:
 
 @attrs.frozen(kw_only=True)
 class Autocast:
-    """torch_autocast: float32 weights; torch.autocast chooses the dtype of each operation."""
+    """torch_autocast: torch.autocast chooses the dtype of each operation; weights are float32, fp16's or bf16's."""
 
     enabled: bool = setting(TRUTH, False, "run forward under torch.autocast")
     # torch's own default is float16 on a GPU, for which DeepSpeed does not scale the loss.
-    dtype: str = setting(null_or(HALF, "bfloat16"), "bfloat16", "the lower dtype", plan="autocast")
+    dtype: str = setting(
+        null_or(HALF, ""), "", "the lower dtype; default: bf16, and fp16 where weights are fp16", plan="autocast"
+    )
     lower_precision_safe_modules: tuple[str, ...] = setting(
         null_or(NAMES, SAFE_MODULES),
         SAFE_MODULES,

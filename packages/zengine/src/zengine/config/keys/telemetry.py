@@ -149,7 +149,7 @@ class FlopsProfilerSection:
 
     enabled: bool = setting(TRUTH, False, "count the FLOPs of one step by module")
     recompute_fwd_factor: float = setting(number(0), 0.0, "forward passes recomputed in backward, for the formula")
-    profile_step: int = setting(COUNT, 1, "number of steps before the profiled one")
+    profile_step: int = setting(COUNT, 1, "number of steps before the profiled one", aliases=("step",))
     module_depth: int = setting(whole(-1), -1, "deepest level of modules in the table; -1 = all")
     top_modules: int = setting(COUNT, 1, "classes listed per level, the largest first")
     detailed: bool = setting(TRUTH, True, "a line for every module")

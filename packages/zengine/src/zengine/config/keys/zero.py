@@ -72,7 +72,6 @@ OFFLOAD_OPTIMIZER: dict[str, Row] = {
     "pipeline_read": ignored(TRUTH, True, why=OVERLAPS),
     "pipeline_write": ignored(TRUTH, True, why=OVERLAPS),
     "fast_init": ignored(TRUTH, why="states are written when they are created"),
-    "cpuadam_cores_perc": ignored(number(0, 1), why="torch.set_num_threads sets the number of threads"),
 }
 
 
@@ -91,13 +90,14 @@ class OffloadOptimizer:
     super_offload: bool = setting(
         TRUTH, False, "cpu: speculative update during the last backward, rolled back if invalid"
     )
-
-
-OFFLOAD_PARAM: dict[str, Row] = {
-    "buffer_count": ignored(whole(1), why="stage3_prefetch_bucket_size sets how far ahead weights are read"),
-    "buffer_size": ignored(COUNT, why="a buffer has the size of its shard"),
-    "max_in_cpu": ignored(COUNT, why="device applies to all shards"),
-}
+    # DeepSpeed's default is 0.8.
+    cpuadam_cores_perc: float = setting(
+        number(0, 1),
+        0.0,
+        "super_offload: fraction of the process's cores that the update uses; default: torch's number of threads",
+        plan="core_share",
+        empty="(torch's threads)",
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -111,6 +111,17 @@ class OffloadParam:
     pin_memory: bool = setting(
         TRUTH, True, "page-locked host memory; if both are on cpu, offload_optimizer's value applies", plan="pin"
     )
+    # DeepSpeed's default is a billion: with it "nvme" leaves most models on the host.
+    max_in_cpu: int = setting(
+        COUNT, 0, "nvme: elements of a rank's weights that stay on the host", plan="host_weight_numel"
+    )
+    buffer_count: int = setting(
+        whole(1),
+        5,
+        "nvme: times buffer_size, elements of weights in host memory on their way; a larger shard passes alone",
+        plan="weight_buffer_count",
+    )
+    buffer_size: int = setting(whole(1), 100_000_000, "nvme: see buffer_count", plan="weight_buffer_numel")
 
 
 ZENFLOW = idle_section(
@@ -151,8 +162,7 @@ ZERO: dict[str, Row] = {
     "reduce_scatter": ignored(TRUTH, True, why="sharded gradients are always reduce-scattered"),
     "use_multi_rank_bucket_allreduce": ignored(TRUTH, True, why="a bucket always may span several owners"),
     "allgather_partitions": ignored(TRUTH, True, why="updated weights are always all-gathered"),
-    "allgather_bucket_size": ignored(whole(1), why="weights are gathered in the reduction buckets"),
-    "round_robin_gradients": ignored(TRUTH, False, why="there is no copy to the host to balance"),
+    "round_robin_gradients": ignored(TRUTH, False, why="every rank owns, and copies, an equal part of every bucket"),
     "compute_grad_norm": ignored(TRUTH, True, why="every step report has the norm"),
     "parameter_alignment": ignored(TRUTH, why="the layout sets the padding"),
     "elastic_checkpoint": ignored(TRUTH, why="every checkpoint loads at any world size"),
@@ -201,6 +211,14 @@ class Zero:
         "elements of a reduction bucket, at least a parameter; default: derived from the model",
         plan="bucket_numel",
         empty=FROM_SIZE,
+    )
+    # DeepSpeed's default is 500 million, which has no effect there with a torch that gathers into one tensor.
+    allgather_bucket_size: int = setting(
+        whole(1),
+        0,
+        "elements of one message of updated weights, stages 1 and 2; default: a reduction bucket, in place",
+        plan="gather_numel",
+        empty="(a bucket)",
     )
     # DeepSpeed's default is false below stage 3; here overlap does not change the result.
     overlap_comm: bool = setting(null_or(TRUTH, True), True, "overlap the reduction with backward", plan="overlap")
@@ -271,16 +289,14 @@ class Zero:
     offload_optimizer: OffloadOptimizer = section(
         OffloadOptimizer, OFFLOAD_OPTIMIZER, switch="device", off=("none", None)
     )
-    offload_param: OffloadParam = section(OffloadParam, OFFLOAD_PARAM, switch="device", off=("none", None))
+    offload_param: OffloadParam = section(OffloadParam, switch="device", off=("none", None))
 
 
 ZERO_SHORTHAND: dict[bool, dict[str, object]] = {True: {"stage": 1}, False: {"stage": 0}}
 
 AIO: dict[str, Row] = {
-    "block_size": ignored(whole(1), why="files are read and written in blocks of 1 MiB"),
-    "queue_depth": ignored(whole(1), why="each thread has one call in flight; set intra_op_parallelism"),
-    "single_submit": ignored(TRUTH, why="there is no submission queue"),
-    "overlap_events": ignored(TRUTH, True, why="transfers always overlap"),
+    "single_submit": ignored(TRUTH, True, why="every call is submitted by itself, by a thread of its own"),
+    "overlap_events": ignored(TRUTH, True, why="a call starts when any other has ended"),
     "use_gds": ignored(TRUTH, False, why="files always pass through the host"),
 }
 
@@ -289,8 +305,16 @@ AIO: dict[str, Row] = {
 class Aio:
     """aio: file I/O for nvme."""
 
+    block_size: int = setting(
+        whole(1, 1 << 30), 1 << 20, "bytes of one call, rounded up to whole pages of 4 KiB", plan="block_bytes"
+    )
+    queue_depth: int = setting(whole(1), 8, "calls in flight for each of intra_op_parallelism")
     intra_op_parallelism: int = setting(
-        whole(1), 8, "I/O threads per rank", plan="num_threads", aliases=("thread_count",)
+        whole(1),
+        1,
+        "times queue_depth, calls in flight of a rank, each in a thread of its own",
+        plan="num_threads",
+        aliases=("thread_count",),
     )
 
 

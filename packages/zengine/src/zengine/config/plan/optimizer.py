@@ -64,7 +64,22 @@ def _sets_state_dtype(params: Mapping[str, Any]) -> bool:
 
 
 def optimizer_notices(config: Config, dtypes: Precision) -> list[str]:
-    """Return notices about the precision of 16-bit masters and states."""
+    """Return notices about options without effect, and about the precision of 16-bit masters and states."""
+    return [*_decay_notices(config), *_narrow_notices(config, dtypes)]
+
+
+def _decay_notices(config: Config) -> list[str]:
+    """Return a notice if "AdamW" overrides adam_w_mode, as in DeepSpeed."""
+    optimizer, key = config.settings.optimizer, "optimizer.params.adam_w_mode"
+    if optimizer.type.lower() != "adamw" or optimizer.params.get("adam_w_mode", True):
+        return []
+    return [
+        f'{config.origin(key)}: {key} = false has no effect here: "AdamW" decouples the weight decay, as in '
+        'DeepSpeed. For an L2 penalty write "type": "Adam"'
+    ]
+
+
+def _narrow_notices(config: Config, dtypes: Precision) -> list[str]:
     settings, name = config.settings, config.settings.optimizer.type
     asked = "bf16.bf16_master_weights_and_grads"
     if (

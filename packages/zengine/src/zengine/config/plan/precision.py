@@ -2,8 +2,9 @@
 
 Four sections determine it.  fp16 and bf16 cast the weights to 16 bits, with float32 masters unless a key asks for
 16-bit ones; torch_autocast (and amp, which is read as it) keeps weights and casts operations; data_types sets the
-rest.  If no key sets the dtype of weights, the model keeps its own.  bf16 weights inside a bf16 autocast are valid,
-as in DeepSpeed; `precision_rules` rejects invalid combinations.
+rest.  If no key sets the dtype of weights, the model keeps its own.  Weights of 16 bits inside an autocast are valid,
+as in DeepSpeed: the section of the weights sets masters and loss scale, the autocast casts operations.
+`precision_rules` rejects invalid combinations.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ def param_dtypes(settings: Settings) -> frozenset[str]:
 
 
 def autocast_of(settings: Settings) -> Autocast:
-    """Return the torch_autocast section, or the one that the amp section is read as."""
+    """Return the torch_autocast section with its dtype, or the one that the amp section is read as."""
     amp = settings.amp
     if not amp.enabled or amp.opt_level == "O0":
-        return settings.torch_autocast
+        dtype = "float16" if param_dtypes(settings) == {"float16"} else "bfloat16"
+        return attrs.evolve(settings.torch_autocast, dtype=settings.torch_autocast.dtype or dtype)
     factor = 0.0 if amp.loss_scale == "dynamic" else float(amp.loss_scale)
     return Autocast(enabled=True, dtype="float16", loss_scale=factor)
 
@@ -274,10 +276,11 @@ def _scale_notices(config: Config) -> list[str]:
 
 def _autocast_notices(config: Config) -> list[str]:
     """Return notices of torch_autocast keys that other keys override."""
-    settings, autocast = config.settings, config.settings.torch_autocast
+    settings, autocast = config.settings, autocast_of(config.settings)
     scaled, narrow = "torch_autocast.loss_scale", "torch_autocast.lower_precision_safe_modules"
     idle = {
-        scaled: f"gradients in {autocast.dtype} need no loss scale" * (autocast.dtype != "float16"),
+        scaled: "fp16.loss_scale decides" * settings.fp16.enabled
+        or f"gradients in {autocast.dtype} need no loss scale" * (autocast.dtype != "float16"),
         narrow: "communication_data_type sets the dtype of all gradients" * bool(settings.communication_data_type),
     }
     given = {key: why for key, why in idle.items() if why and autocast.enabled and key in config.given}

@@ -56,29 +56,20 @@ def check_amp(config: Config) -> Problem | None:
 
 
 def check_autocast_weights(config: Config) -> Problem | None:
-    """Require float32 weights under autocast, or bfloat16 ones under a bfloat16 autocast."""
+    """Reject autocast beside float64 weights, and amp beside weights of 16 bits."""
     settings = config.settings
-    autocast, model = autocast_of(settings), param_dtypes(settings)
-    if not autocast.enabled or model <= {"float32", *({autocast.dtype} - {"float16"})}:
-        return None
-    halves = [name for name in ("fp16", "bf16") if getattr(settings, name).enabled]
-    is_amp = autocast is not settings.torch_autocast
-    if is_amp and halves:
-        return None  # check_amp reports it
+    model, is_amp = param_dtypes(settings), settings.amp.enabled and settings.amp.opt_level != "O0"
+    rejected = sorted(model - {"float32", *(() if is_amp else ("float16", "bfloat16"))})
+    if not autocast_of(settings).enabled or not rejected or settings.fp16.enabled or settings.bf16.enabled:
+        return None  # beside amp, check_amp reports the sections
     switch = "amp.enabled" if is_amp else "torch_autocast.enabled"
-    key = f"{halves[0]}.enabled" if halves else "data_types.param_dtype"
-    narrow = sorted(model - {"float32"})[0]
-    if narrow == "float16":
-        reason = "autocast needs weights whose gradients are float32"
-    elif narrow == "float64":
-        reason = "autocast does not cast operations on float64"
-    else:
-        reason = f"its dtype, {autocast.dtype}, is another half precision"
+    wide, dtype = rejected == ["float64"], at(config, "data_types.param_dtype")
     return violation(
         config,
         switch,
-        f"{at(config, switch)} is incompatible with weights in {narrow} ({at(config, key)}): {reason}",
-        "Keep one of the two sections; bf16 may be combined with torch_autocast in bf16.",
+        f"{at(config, switch)} is incompatible with weights in {rejected[0]} ({dtype}): "
+        + ("autocast does not cast operations on float64" if wide else "amp casts weights in float32"),
+        "Remove one of the two." if wide else 'Use "torch_autocast", which casts weights of any dtype but float64.',
     )
 
 

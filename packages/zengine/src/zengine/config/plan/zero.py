@@ -122,7 +122,9 @@ def _offload(settings: Settings, facts: Facts) -> Offload:
         "directory": next((folders[name] for name, device in devices.items() if device == "nvme"), ""),
         "speculation": Speculation.LAST_BACKWARD if speculates else Speculation.OFF,
     }
-    return Offload(**{**planned(settings.aio, Offload), **planned(states, Offload, **derived)})
+    return Offload(
+        **{**planned(settings.aio, Offload), **planned(weights, Offload), **planned(states, Offload, **derived)}
+    )
 
 
 def _tier(device: str, facts: Facts) -> Tier:
@@ -233,7 +235,7 @@ def stage_3_keys(config: Config) -> list[str]:
 
 
 def offload_notices(config: Config, facts: Facts) -> list[str]:
-    """Return notices of offload keys without effect on this machine or in this combination."""
+    """Return notices of keys of ZeRO's memory and files without effect on this machine or in this combination."""
     zero = config.settings.zero_optimization
     notices = []
     if zero.stage < 3 and zero.offload_param.device != "none":
@@ -250,10 +252,14 @@ def offload_notices(config: Config, facts: Facts) -> list[str]:
                 "the CPU already"
             )
     tuned = {"sub_group_size": "zero_optimization.sub_group_size", "super_offload": f"{_TUNING}super_offload"}
-    tuned |= {key: f"{_TUNING}{key}" for key in ("ratio", "pin_memory", "buffer_count")}
+    tuned |= {key: f"{_TUNING}{key}" for key in ("ratio", "pin_memory", "buffer_count", "cpuadam_cores_perc")}
     tuned["aio"] = next((key for key in config.given if key.startswith("aio.")), "aio")
     moved = _tier(zero.offload_optimizer.device, facts)
-    idle = {Tier.DEVICE: list(tuned), Tier.HOST: ["buffer_count", "aio"], Tier.DISK: ["super_offload", "pin_memory"]}
+    idle = {
+        Tier.DEVICE: list(tuned),
+        Tier.HOST: ["buffer_count", "aio"],
+        Tier.DISK: ["super_offload", "pin_memory", "cpuadam_cores_perc"],
+    }
     for key in (tuned[name] for name in idle[moved] if tuned[name] in config.given):
         if offload_devices(config.settings)["offload_param"] == "nvme" and key == tuned["aio"]:
             continue
@@ -271,6 +277,15 @@ def offload_notices(config: Config, facts: Facts) -> list[str]:
     ):
         decides = f"{_TUNING}pin_memory decides" if moved is Tier.HOST else "the weights are not on the host"
         notices.append(f"{config.origin(key)}: {key} has no effect here: {decides}")
+    key = tuned["cpuadam_cores_perc"]
+    if moved is Tier.HOST and key in config.given and not zero.offload_optimizer.super_offload:
+        notices.append(f"{config.origin(key)}: {key} has no effect here: super_offload is off")
+    for key in (f"zero_optimization.offload_param.{name}" for name in ("max_in_cpu", "buffer_count", "buffer_size")):
+        if key in config.given and zero.offload_param.device == "cpu":
+            notices.append(f"{config.origin(key)}: {key} has no effect here: the weights are not on nvme")
+    key = "zero_optimization.allgather_bucket_size"
+    if key in config.given and not zero.stage:
+        notices.append(f"{config.origin(key)}: {key} has no effect here: stage 0 gathers no weights")
     if moved is Tier.DISK and zero.offload_optimizer.buffer_count < 2:
         key = tuned["buffer_count"]
         notices.append(f"{config.origin(key)}: {key} = 1 counts as 2: one is read while another is updated")
