@@ -116,12 +116,12 @@ class OffloadParam:
         COUNT, 0, "nvme: elements of a rank's weights that stay on the host", plan="host_weight_numel"
     )
     buffer_count: int = setting(
-        whole(1),
+        POSITIVE,
         5,
         "nvme: times buffer_size, elements of weights in host memory on their way; a larger shard passes alone",
         plan="weight_buffer_count",
     )
-    buffer_size: int = setting(whole(1), 100_000_000, "nvme: see buffer_count", plan="weight_buffer_numel")
+    buffer_size: int = setting(POSITIVE, 100_000_000, "nvme: see buffer_count", plan="weight_buffer_numel")
 
 
 ZENFLOW = idle_section(
@@ -214,7 +214,7 @@ class Zero:
     )
     # DeepSpeed's default is 500 million, which has no effect there with a torch that gathers into one tensor.
     allgather_bucket_size: int = setting(
-        whole(1),
+        POSITIVE,
         0,
         "elements of one message of updated weights, stages 1 and 2; default: a reduction bucket, in place",
         plan="gather_numel",

@@ -236,25 +236,43 @@ def stage_3_keys(config: Config) -> list[str]:
 
 def offload_notices(config: Config, facts: Facts) -> list[str]:
     """Return notices of keys of ZeRO's memory and files without effect on this machine or in this combination."""
+    moved = _tier(config.settings.zero_optimization.offload_optimizer.device, facts)
+    idle = [
+        *_idle_devices(config, facts),
+        *_idle_optimizer_keys(config, moved),
+        *_idle_weight_keys(config, facts, moved),
+    ]
+    notices = [f"{config.origin(place)}: {key} has no effect here: {reason}" for key, place, reason in idle]
+    if moved is Tier.DISK and config.settings.zero_optimization.offload_optimizer.buffer_count < 2:
+        key = f"{_TUNING}buffer_count"
+        notices.append(f"{config.origin(key)}: {key} = 1 counts as 2: one is read while another is updated")
+    return notices
+
+
+_Idle = Iterator[tuple[str, str, str]]  # key without effect, key whose origin is printed, reason
+
+
+def _idle_devices(config: Config, facts: Facts) -> _Idle:
     zero = config.settings.zero_optimization
-    notices = []
     if zero.stage < 3 and zero.offload_param.device != "none":
         key = "zero_optimization.offload_param"
-        notices.append(
-            f"{config.origin(f'{key}.device')}: {key} has no effect here: weights are sharded, and offloaded, from "
-            f"stage 3 on (stage is {zero.stage})"
+        yield (
+            key,
+            f"{key}.device",
+            f"weights are sharded, and offloaded, from stage 3 on (stage is {zero.stage})",
         )
     for name, device in offload_devices(config.settings).items():
         if device == "cpu" and facts.device_type == "cpu":
             key = f"zero_optimization.{name}.device"
-            notices.append(
-                f"{config.origin(key)}: {key} has no effect here: this run computes on the CPU, so everything is on "
-                "the CPU already"
-            )
+            yield key, key, "this run computes on the CPU, so everything is on the CPU already"
+
+
+def _idle_optimizer_keys(config: Config, moved: Tier) -> _Idle:
+    """Yield keys that tune an offload of the optimizer which does not happen, or happens elsewhere."""
+    zero = config.settings.zero_optimization
     tuned = {"sub_group_size": "zero_optimization.sub_group_size", "super_offload": f"{_TUNING}super_offload"}
     tuned |= {key: f"{_TUNING}{key}" for key in ("ratio", "pin_memory", "buffer_count", "cpuadam_cores_perc")}
     tuned["aio"] = next((key for key in config.given if key.startswith("aio.")), "aio")
-    moved = _tier(zero.offload_optimizer.device, facts)
     idle = {
         Tier.DEVICE: list(tuned),
         Tier.HOST: ["buffer_count", "aio"],
@@ -264,29 +282,27 @@ def offload_notices(config: Config, facts: Facts) -> list[str]:
         if offload_devices(config.settings)["offload_param"] == "nvme" and key == tuned["aio"]:
             continue
         where = "is not offloaded" if moved is Tier.DEVICE else f"is offloaded to {zero.offload_optimizer.device}"
-        notices.append(f"{config.origin(key)}: {key} has no effect here: the optimizer {where}")
+        yield key, key, f"the optimizer {where}"
+    key = tuned["cpuadam_cores_perc"]
+    if moved is Tier.HOST and key in config.given and not zero.offload_optimizer.super_offload:
+        yield key, key, "super_offload is off"
+
+
+def _idle_weight_keys(config: Config, facts: Facts, moved: Tier) -> _Idle:
+    """Yield keys of paths, of offloaded weights and of their gathers that do nothing in this combination."""
+    zero = config.settings.zero_optimization
     for name in offload_devices(config.settings):
         key, device = f"zero_optimization.{name}.nvme_path", getattr(zero, name).device
         if key in config.given and getattr(zero, name).nvme_path and device != "nvme":
-            notices.append(f'{config.origin(key)}: {key} has no effect here: {name}.device is "{device}"')
+            yield key, key, f'{name}.device is "{device}"'
     key = "zero_optimization.offload_param.pin_memory"
-    if (
-        zero.stage == 3
-        and key in config.given
-        and (moved is Tier.HOST or _tier(zero.offload_param.device, facts) is not Tier.HOST)
-    ):
+    is_idle = moved is Tier.HOST or _tier(zero.offload_param.device, facts) is not Tier.HOST
+    if zero.stage == 3 and key in config.given and is_idle:
         decides = f"{_TUNING}pin_memory decides" if moved is Tier.HOST else "the weights are not on the host"
-        notices.append(f"{config.origin(key)}: {key} has no effect here: {decides}")
-    key = tuned["cpuadam_cores_perc"]
-    if moved is Tier.HOST and key in config.given and not zero.offload_optimizer.super_offload:
-        notices.append(f"{config.origin(key)}: {key} has no effect here: super_offload is off")
+        yield key, key, decides
     for key in (f"zero_optimization.offload_param.{name}" for name in ("max_in_cpu", "buffer_count", "buffer_size")):
         if key in config.given and zero.offload_param.device == "cpu":
-            notices.append(f"{config.origin(key)}: {key} has no effect here: the weights are not on nvme")
+            yield key, key, "the weights are not on nvme"
     key = "zero_optimization.allgather_bucket_size"
     if key in config.given and not zero.stage:
-        notices.append(f"{config.origin(key)}: {key} has no effect here: stage 0 gathers no weights")
-    if moved is Tier.DISK and zero.offload_optimizer.buffer_count < 2:
-        key = tuned["buffer_count"]
-        notices.append(f"{config.origin(key)}: {key} = 1 counts as 2: one is read while another is updated")
-    return notices
+        yield key, key, "stage 0 gathers no weights"
