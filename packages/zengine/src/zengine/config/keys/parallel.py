@@ -103,7 +103,9 @@ class TensorParallel:
 
 
 TENSOR_PARALLEL: dict[str, Row] = {
-    "tp_overlap_comm": ignored(TRUTH, False, why="communication of split layers is synchronous"),
+    "tp_overlap_comm": ignored(
+        TRUTH, False, why="layers that read the same tensor share one all-reduce in backward, which is waited for"
+    ),
     "preset_model": ignored(null_or(choice(*PRESETS), None), None, why="the plan is inferred from the model"),
     "dtype": ignored(DTYPE, why='the sections "bf16" and "fp16" decide'),
     "keep_module_on_host": fixed(TRUTH, False, why="splitting a model on the host"),
@@ -189,8 +191,6 @@ def _read_stages(value: object) -> int:
 STAGES = ValueKind('a whole number >= 1, or "auto"', _read_stages, literal(COUNT, "auto").json_schema)
 
 PIPELINE: dict[str, Row] = {
-    "pipe_partitioned": ignored(TRUTH, True, why="stages send whole activations"),
-    "grad_partitioned": ignored(TRUTH, True, why="stages send whole gradients"),
     "use_reentrant": ignored(TRUTH, True, why="layers are recomputed without re-entering autograd"),
 }
 
@@ -215,6 +215,9 @@ class Pipeline:
         "layers per checkpointed segment, recomputed in backward; 0: that of the PipelineModule",
         empty=OF_THE_MODULE,
     )
+    # DeepSpeed's defaults are true.
+    pipe_partitioned: bool = setting(TRUTH, False, "each tensor rank sends its part of a stage's activations")
+    grad_partitioned: bool = setting(TRUTH, False, "each tensor rank sends its part of a stage's gradients")
     # Ours: DeepSpeed has 1F1B.
     schedule: str = setting(choice("1f1b", "gpipe", "interleaved", "zero_bubble"), "1f1b", "pipeline schedule")
 
