@@ -203,7 +203,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     "pipeline_engine.py": {
         "zpartition": {
-            "gathered",
+            *("gathered", "ModelParallelGroup"),
             *(f"pipeline.{name}" for name in ("Passes", "PipelineError", "PipelineRunner", "Recorder")),
         }
     },

@@ -23,6 +23,7 @@ from zcomm.testing import RankFailed, run_ranks
 from zpartition.experts import ExpertMLP, MoE
 from zpartition.layout.model_parallel import expert_shards_of
 from zpartition.pipeline import LayerSpec, PipelineModule
+from zpartition.pipeline.channels import Channels
 from zpartition.sequence import DistributedAttention, Split, sequence_cross_entropy
 
 WIDTH, TIME, STEPS, CLIP, BOUND = 16, 8, 3, 0.3, 1e-5
@@ -211,3 +212,30 @@ def test_rank_0_exports_whole_weights_of_split_stages(name: str) -> None:
 def test_a_split_stage_needs_explicit_tensor_parallel_specs() -> None:
     with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: the split of its layers"):
         run_ranks(train, 4, INFERRED, 2, [(0, 1)])
+
+
+def in_parts(section: dict[str, bool]) -> tuple[dict[tuple[int, int], list[float]], set[str], int]:
+    """Curves, labels of the collectives over tensor ranks, and elements that this rank sends to other stages."""
+    base, sent, post = PAIRS["tensor"], [0], Channels._post
+    pair = attrs.evolve(base, section={**base.section, "pipeline": section})
+
+    def counted(self: Channels, data: Tensor, to: int) -> None:
+        sent[0] += data.numel() * (data.is_floating_point() and data.dim() > 0)  # not the load-balancing loss
+        post(self, data, to)
+
+    with pytest.MonkeyPatch.context() as patch, zcomm.traced([]) as records:
+        patch.setattr(Channels, "_post", counted)
+        curves = train(pair, 2, [(0, 4), (3, 1)])
+    return curves, {each.label for each in records if "between stages" in each.label}, sent[0]
+
+
+def test_tensor_ranks_share_the_messages_between_stages_with_the_same_bits() -> None:
+    whole = run_ranks(in_parts, 4, {}, timeout_s=100)
+    half = run_ranks(in_parts, 4, {"pipe_partitioned": True, "grad_partitioned": True}, timeout_s=100)
+    first = run_ranks(in_parts, 4, {"pipe_partitioned": True}, timeout_s=100)
+    for rank, (curves, labels, sent) in enumerate(whole):
+        assert not labels
+        assert half[rank][0] == first[rank][0] == curves
+        assert half[rank][1] >= {"parts of a message between stages"}
+        assert half[rank][2] == sent / 2
+        assert first[rank][2] == (sent / 2 if rank < 2 else sent), "ranks 2 and 3 send gradients"

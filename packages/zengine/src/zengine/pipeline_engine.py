@@ -298,7 +298,14 @@ def make_pipeline(module: PipelineModule, parts: Parts, plan: Plan) -> PipelineR
     passes, dtype = EnginePasses(parts), plan.numerics.autocast
     if dtype != torch.float32:
         passes.autocast = functools.partial(torch.autocast, parts.world.device.type, dtype=dtype)
-    return PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
+    settings, is_split = plan.pipeline, plan.parallel.degrees.tensor > 1
+    activations, gradients = (
+        zpartition.ModelParallelGroup.of(parts.groups.tensor()) if on and is_split else None
+        for on in (settings.pipe_partitioned, settings.grad_partitioned)
+    )
+    return PipelineRunner.over(
+        module, settings.schedule, device=parts.world.device, passes=passes, mp_groups=(activations, gradients)
+    )
 
 
 @final

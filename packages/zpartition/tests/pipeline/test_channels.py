@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import zcomm
-from zcomm.testing import run_ranks
+from zcomm.testing import RankFailed, run_ranks
+from zpartition import ModelParallelGroup
 from zpartition.pipeline.channels import Channels
 
 SENT = [
@@ -67,3 +68,47 @@ def _both_first() -> tuple[list[float], set[tuple[int, int]]]:
 
 def test_messages_to_lower_ranks_have_their_own_group() -> None:
     assert run_ranks(_both_first, 2) == [([1.0, 1.0], {(1, 0)}), ([0.0, 0.0], {(1, 0)})]
+
+
+def _in_parts(is_cut: bool, differs: bool) -> tuple[list[int], list[torch.Tensor]]:
+    """Ranks 0 and 1 send to 2 and 3; returns elements of each receive, and what came."""
+    groups = zcomm.Groups.of(zcomm.Degrees(pipeline=2, tensor=2))
+    tensor = ModelParallelGroup.of(groups.tensor()) if is_cut else None
+    channels, stage = Channels(groups.pipeline(), torch.device("cpu")), torch.distributed.get_rank() // 2
+    sizes: list[int] = []
+    post = Channels.post_receive
+
+    def noted(self: Channels, source: int, data: torch.Tensor) -> Any:
+        sizes.append(data.numel())
+        return post(self, source, data)
+
+    generator, got = torch.Generator().manual_seed(1), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channels, "post_receive", noted)
+        for _ in range(3):
+            wide, odd = torch.randn(4, 6, generator=generator), torch.randn(5, generator=generator)
+            wide += differs * torch.distributed.get_rank()
+            message = (wide.requires_grad_(), odd, torch.arange(8))
+            if stage == 0:
+                channels.send(message, 1, 0, tensor)
+            else:
+                found = channels.expect_receive(0, 0, tensor).wait()
+                assert [part.requires_grad for part in found] == [True, False, False]
+                assert all(torch.equal(*pair) for pair in zip(found, message, strict=True))
+                got += found
+        channels.flush()
+    return sizes, got
+
+
+def test_tensor_ranks_send_their_parts_of_what_divides() -> None:
+    header = 2 + 16 * 11
+    whole = run_ranks(_in_parts, 4, False, False)
+    parts = run_ranks(_in_parts, 4, True, False)
+    for rank in (2, 3):
+        assert whole[rank][0] == [header, *[24, 5, 8] * 3]
+        assert parts[rank][0] == [header, *[12, 5, 8] * 3], "an odd size and whole numbers are sent whole"
+
+
+def test_tensor_ranks_with_different_activations_raise_before_anything_is_sent() -> None:
+    with pytest.raises(RankFailed, match=r"the 2 tensor ranks of a pipeline stage hand on different tensors"):
+        run_ranks(_in_parts, 4, True, True)

@@ -14,7 +14,7 @@ class Patient:
 
     def forget_shapes(self) -> None: ...
 
-    def expect_receive(self, source: int, edge: int) -> tuple[int, int]:
+    def expect_receive(self, source: int, edge: int, mp_group: object = None) -> tuple[int, int]:
         return source, edge
 
 

@@ -103,7 +103,8 @@ log_level
 managed_gradient_accumulation
 memory_breakdown
 optimizer.params optimizer.type
-pipeline.activation_checkpoint_interval pipeline.partition pipeline.schedule pipeline.seed_layers pipeline.stages
+pipeline.activation_checkpoint_interval pipeline.grad_partitioned pipeline.partition pipeline.pipe_partitioned
+pipeline.schedule pipeline.seed_layers pipeline.stages
 prescale_gradients
 profiler.enabled profiler.folder profiler.memory_snapshot profiler.profile_memory profiler.ranks
 profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack

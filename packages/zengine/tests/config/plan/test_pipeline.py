@@ -47,6 +47,11 @@ def test_what_reads_one_forward_at_a_time_is_named() -> None:
 
 
 def test_keys_about_messages_say_that_they_have_no_effect() -> None:
-    notices = plan_of({"pipe_partitioned": False, "use_reentrant": False}).notices
+    notices = plan_of({"use_reentrant": False}).notices
     assert [notice.split(":")[0] for notice in notices if "pipeline" in notice] != []
-    assert not [notice for notice in plan_of({"pipe_partitioned": True}).notices if "pipe" in notice]
+    notices = plan_of({"pipe_partitioned": True, "grad_partitioned": True}).notices
+    assert (
+        "dict: pipeline.pipe_partitioned, pipeline.grad_partitioned have no effect here: layers are not split"
+        in notices
+    )
+    assert not [notice for notice in plan_of({"pipe_partitioned": False}).notices if "pipe_" in notice]

@@ -10,6 +10,10 @@ group, and thereby their own queues (`down`).
 
 Shapes are sent with the first message of an edge, and with every message if they change (`dynamic_shape`); a change
 without that raises on the sending rank.
+
+Tensor ranks have equal activations.  With their group (`mp_group`) each of them sends its part of a floating tensor
+to the same tensor rank of the next stage, and these gather the parts: links between stages carry every byte once,
+not once for each tensor rank.  The first message of an edge is compared over the tensor ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import zcomm
+from zpartition.layout.model_parallel import ModelParallelGroup
 
 _MAX_DIMS = 8
 _MAX_TENSORS = 16
@@ -52,9 +57,13 @@ class Channels:
         factory=dict
     )  # (direction, peer, edge) -> last shapes
     in_flight: list[tuple[Any, Tensor]] = attrs.field(factory=list)
+    compared: set[tuple[int, int]] = attrs.field(factory=set)  # (peer, edge) whose parts tensor ranks have compared
 
-    def send(self, message: Message, to: int, edge: int) -> None:
-        """Send to rank `to` of the group; `edge` numbers the connection, equal on both sides."""
+    def send(self, message: Message, to: int, edge: int, mp_group: ModelParallelGroup | None = None) -> None:
+        """Send to rank `to` of the group; `edge` numbers the connection, equal on both sides.
+
+        mp_group: ranks that send the same message, each a part of its floating tensors.
+        """
         parts, is_tuple = _split_message(message)
         meta = _make_meta(parts)
         before = self.known.get(("to", to, edge))
@@ -68,15 +77,21 @@ class Channels:
             )
         for part in parts:
             if part is not None and part.numel():
-                self._post(part.detach().contiguous(), to)
+                data = part.detach().contiguous()
+                if mp_group is not None and _is_cut(part, mp_group):
+                    if (to, edge) not in self.compared:
+                        _check_equal(data, mp_group)
+                    data = data.view(mp_group.size, -1)[mp_group.rank]
+                self._post(data, to)
+        self.compared.add((to, edge))
 
     def receive(self, source: int, edge: int) -> Message:
         """Receive from rank `source`; floating tensors that required gradients there require them here."""
         return self.expect_receive(source, edge).wait()
 
-    def expect_receive(self, source: int, edge: int) -> PendingReceive:
+    def expect_receive(self, source: int, edge: int, mp_group: ModelParallelGroup | None = None) -> PendingReceive:
         """Return the next message of rank `source`, to be waited for; one at a time for each rank."""
-        pending = PendingReceive(self, source, edge)
+        pending = PendingReceive(self, source, edge, mp_group)
         if self.device.type == "cpu":
             pending.begin()
         return pending
@@ -130,9 +145,11 @@ class PendingReceive:
     channels: Channels
     source: int
     edge: int
+    mp_group: ModelParallelGroup | None = None  # ranks that receive parts of the same message
     has_begun: bool = False
     parts: list[Tensor | None] = attrs.field(factory=list)  # memory for what comes
     works: list[Any] = attrs.field(factory=list)  # receives in flight
+    pieces: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)  # (received part, memory for the whole tensor)
 
     def begin(self) -> None:
         """Post the receives that can be posted now."""
@@ -156,6 +173,9 @@ class PendingReceive:
             self.parts.clear()
             self._post_tensors(known[1])
         self._wait_receives()
+        for piece, whole in self.pieces:
+            group = None if self.mp_group is None else self.mp_group.group
+            zcomm.all_gather(whole.view(-1), piece, group, label="parts of a message between stages")
         is_tuple, meta = known
         for part, each in zip(self.parts, meta):
             if part is not None and each is not None:
@@ -168,16 +188,45 @@ class PendingReceive:
                 self.parts.append(None)
                 continue
             made = torch.empty(each[2], dtype=_DTYPES[each[0]], device=self.channels.device)
-            self._receive(made)
+            if self.mp_group is None or not _is_cut(made, self.mp_group):
+                self._receive(made)
+                continue
+            self.parts.append(made)
+            self.pieces.append((made.new_empty(made.numel() // self.mp_group.size), made))
+            self._begin_receiving(self.pieces[-1][0])
 
     def _receive(self, data: Tensor) -> None:
         self.parts.append(data)
+        self._begin_receiving(data)
+
+    def _begin_receiving(self, data: Tensor) -> None:
         if data.numel():
             self.works.append(self.channels.post_receive(self.source, data))
 
     def _wait_receives(self) -> None:
         _wait_all(self.works)
         self.works.clear()
+
+
+def _is_cut(tensor: Tensor, mp_group: ModelParallelGroup) -> bool:
+    """Return whether the ranks of `mp_group` send parts of `tensor`, by its dtype and size."""
+    return mp_group.size > 1 and tensor.is_floating_point() and tensor.numel() % mp_group.size == 0
+
+
+def _check_equal(data: Tensor, mp_group: ModelParallelGroup) -> None:
+    """Raise ValueError on every tensor rank if parts of `data` do not make everyone's tensor.  Collective."""
+    whole = torch.empty_like(data)
+    part = data.view(mp_group.size, -1)[mp_group.rank]
+    zcomm.all_gather(whole.view(-1), part, mp_group.group, label="parts of a message between stages, compared")
+    differs = (whole.view(torch.uint8) != data.view(torch.uint8)).any().to(torch.float32).view(1)
+    zcomm.all_reduce(differs, mp_group.group, op="max", label="messages between stages are the same")
+    if differs.item():
+        raise ValueError(
+            f"the {mp_group.size} tensor ranks of a pipeline stage hand on different tensors of shape "
+            f"{tuple(data.shape)}, so each of them cannot send a part: the layers split activations by tokens, or "
+            "dropout drew different random numbers on each rank. Set pipeline.pipe_partitioned and grad_partitioned "
+            "to false."
+        )
 
 
 def _wait_all(works: Iterable[Any]) -> None:

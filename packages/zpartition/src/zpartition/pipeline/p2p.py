@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import zcomm
+from zpartition.layout.model_parallel import ModelParallelGroup
 from zpartition.pipeline.channels import Channels, PendingReceive
 from zpartition.pipeline.module import PipelineModule
 from zpartition.pipeline.schedule import ActionKind, Schedule
@@ -43,9 +44,19 @@ class P2P:
         factory=dict
     )  # by sending rank, what it sends next
     num_stages: int = 0
+    mp_groups: tuple[ModelParallelGroup | None, ModelParallelGroup | None] = (
+        None,
+        None,
+    )  # that share activations, and gradients
 
     @classmethod
-    def of(cls, module: PipelineModule, group: ProcessGroup | None, device: torch.device) -> P2P:
+    def of(
+        cls,
+        module: PipelineModule,
+        group: ProcessGroup | None,
+        device: torch.device,
+        mp_groups: tuple[ModelParallelGroup | None, ModelParallelGroup | None] = (None, None),
+    ) -> P2P:
         """Create for the ranks of a pipeline; a collective of them."""
         down = group if device.type == "cpu" else zcomm.duplicate_group(group)
         if module.pipeline_position.num_ranks > 1:
@@ -53,7 +64,11 @@ class P2P:
             zcomm.close_on_failure(down)
         channels = Channels(group, device, module.dynamic_shape, down)
         return cls(
-            module.pipeline_position.rank, module.pipeline_position.num_ranks, channels, num_stages=module.num_stages
+            module.pipeline_position.rank,
+            module.pipeline_position.num_ranks,
+            channels,
+            num_stages=module.num_stages,
+            mp_groups=mp_groups,
         )
 
     def begin(self, schedule: Schedule) -> None:
@@ -118,7 +133,7 @@ class P2P:
         if to == self.rank:
             self.arrived[name] = _detach(value)
         else:
-            self.channels.send(value, to, edge=2 * name[0] + name[2])
+            self.channels.send(value, to, 2 * name[0] + name[2], self.mp_groups[name[2]])
 
     def _receive(self, source: int, name: MessageKey) -> Any:
         while name not in self.arrived:
@@ -131,7 +146,8 @@ class P2P:
         for source in sources or self.expected:
             if self.expected[source]:
                 name = self.expected[source].popleft()
-                self.pending[source] = name, self.channels.expect_receive(source, edge=2 * name[0] + name[2])
+                edge, mp_group = 2 * name[0] + name[2], self.mp_groups[name[2]]
+                self.pending[source] = name, self.channels.expect_receive(source, edge, mp_group)
 
 
 @final

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from zpartition.layout.model_parallel import ModelParallelGroup
 from zpartition.pipeline.abort import AbortGuard
 from zpartition.pipeline.deferral import DeferredWeightGrads, DeferWeightGrads
 from zpartition.pipeline.module import Around, PipelineModule
@@ -88,16 +89,18 @@ class PipelineRunner:
         group: ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         passes: Passes | None = None,
+        mp_groups: tuple[ModelParallelGroup | None, ModelParallelGroup | None] = (None, None),
     ) -> PipelineRunner:
         """Create a runner of the named schedule; see `make_schedule`.
 
         group: the ranks of the pipeline, first stage first; None: those of `module`.
+        mp_groups: tensor ranks that each send a part of activations, and of gradients; see channels.py.
         Raises ScheduleError if the schedule does not fit the stages.
         """
         per_rank = module.num_stages // module.pipeline_position.num_ranks
         make_schedule(schedule, module.pipeline_position.num_ranks, module.pipeline_position.num_ranks, per_rank)
         own = module.stage_group().group if group is None else group
-        p2p = P2P.of(module, own, torch.device(device))
+        p2p = P2P.of(module, own, torch.device(device), mp_groups)
         return cls(module, schedule, p2p, TiedWeights(module, p2p.channels), passes or Passes())
 
     def schedule(self, micro_batches: int) -> Schedule:

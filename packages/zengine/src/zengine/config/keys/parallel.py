@@ -117,7 +117,9 @@ PLAN_IS_INFERRED = "the plan is inferred from the model"
 NO_KERNELS = "inference kernels have no place in training"
 
 TENSOR_PARALLEL: dict[str, Row] = {
-    "tp_overlap_comm": ignored(TRUTH, False, why="communication of split layers is synchronous"),
+    "tp_overlap_comm": ignored(
+        TRUTH, False, why="layers that read the same tensor share one all-reduce in backward, which is waited for"
+    ),
     "preset_model": ignored(null_or(choice(*PRESETS), None), None, why=PLAN_IS_INFERRED),
     "dtype": ignored(DTYPE, why='the sections "bf16" and "fp16" decide'),
     "keep_module_on_host": ignored(TRUTH, False, why="layers are split where they are, before they move"),
@@ -207,8 +209,6 @@ def _read_stages(value: object) -> int:
 STAGES = ValueKind('a whole number >= 1, or "auto"', _read_stages, literal(COUNT, "auto").json_schema)
 
 PIPELINE: dict[str, Row] = {
-    "pipe_partitioned": ignored(TRUTH, True, why="stages send whole activations"),
-    "grad_partitioned": ignored(TRUTH, True, why="stages send whole gradients"),
     "use_reentrant": ignored(TRUTH, True, why="layers are recomputed without re-entering autograd"),
 }
 
@@ -233,6 +233,9 @@ class Pipeline:
         "layers per checkpointed segment, recomputed in backward; 0: that of the PipelineModule",
         empty=OF_THE_MODULE,
     )
+    # DeepSpeed's defaults are true.
+    pipe_partitioned: bool = setting(TRUTH, False, "each tensor rank sends its part of a stage's activations")
+    grad_partitioned: bool = setting(TRUTH, False, "each tensor rank sends its part of a stage's gradients")
     # Ours: DeepSpeed has 1F1B.
     schedule: str = setting(
         choice("1f1b", "gpipe", "interleaved", "zero_bubble"),

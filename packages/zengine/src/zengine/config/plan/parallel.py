@@ -133,8 +133,10 @@ def _shown(value: Any) -> Any:
 
 def parallel_notices(config: Config, plan: ParallelPlan) -> list[str]:
     """Return a notice of tensor-parallel keys without effect because layers are not split."""
-    home = "tensor_parallel."
+    home, pipeline = "tensor_parallel.", config.settings.pipeline
     tuned = [key for key in config.given if key.startswith(home) and key not in _KEYS["tensor"]]
+    parts = ("pipe_partitioned", "grad_partitioned")
+    tuned += [f"pipeline.{key}" for key in parts if getattr(pipeline, key)]
     if not tuned or plan.degrees.tensor > 1:
         return []
     verb = "has" if len(tuned) == 1 else "have"
