@@ -129,8 +129,23 @@ class PartitionState:
         """Return whether a backward outside `micro_step` has left gradients in parameters of this rank."""
         return any(g.has_plain(i) for g in self.reducer.gradients for i in range(len(g.params)))
 
+    def num_plain_backwards(self) -> int:
+        """Number of such backwards since the step began, or since their gradients were adopted or dropped."""
+        return max(self.reducer.plain.values(), default=0)
+
+    def adopt_plain_gradients(self, divisor: int, *, is_last: bool) -> None:
+        """Reduce such gradients, divided by `divisor`, as those of one more micro-step.  All ranks call.
+
+        is_last: a step follows.
+
+        Raises:
+            HiddenGradientError: one was changed since its backward.
+        """
+        self.reducer.adopt_plain(divisor, is_last=is_last)
+
     def drop_plain_gradients(self) -> None:
         """Drop such gradients, and those of parameters that are not partitioned; gradients of micro-steps stay."""
+        self.reducer.plain.clear()
         owned = {id(param) for gradient in self.reducer.gradients for param in gradient.params}
         for gradient in self.reducer.gradients:
             gradient.drop_plain()
