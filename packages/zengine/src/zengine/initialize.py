@@ -121,6 +121,7 @@ def make_engine(
         from zengine.config.plan.fit_model import adapt_to_model
         from zengine.deepspeed_engine import DeepSpeedEngine
         from zengine.engine.optimizer_calls import OptimizerCalls
+        from zengine.features import LoaderMarks
     plan, notice = adapt_to_model(fit_plan(model, plan), dtypes_of(model))
     _warn(world, notice)
     parts = assemble(model, client, plan, world, groups)
@@ -136,6 +137,8 @@ def make_engine(
             engine.add_feature(
                 OptimizerCalls(parts.optimizer.scaled, engine._optimizer_step, engine._optimizer_zero_grad)
             )
+        if parts.loader is not None:
+            engine.add_feature(LoaderMarks())
         for feature in make_features(plan, parts.partition, pipeline):
             engine.add_feature(feature)
     except BaseException:

@@ -19,19 +19,25 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 class Net(nn.Module):
-    """Two layers; `compute_loss` runs them without `forward`."""
+    """Two layers and a parameter; `compute_loss` runs them without `forward`, and reads the weights of one itself."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body, self.tail = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.tail(torch.tanh(self.body(x)))
+        out: Tensor = self.tail(torch.tanh(self.body(x)) * self.gain)
         return out
 
     def compute_loss(self, x: Tensor) -> Tensor:
-        return loss_of(self.tail(torch.tanh(self.body(x))))
+        hidden = torch.tanh(self.body(x)) * self.gain
+        return loss_of(nn.functional.linear(hidden, self.tail.weight, self.tail.bias))
+
+
+    def count(self) -> int:
+        return sum(param.numel() for param in self.parameters())
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -188,3 +194,17 @@ def _trains_like_torch(name: str) -> int:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_order_of_calls_trains_like_plain_torch(order, world_size):
     assert run_ranks(_trains_like_torch, world_size, order.__name__) == [8] * world_size
+
+
+def _counts_alone() -> int:
+    engine = small_engine(Net(), zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    found = engine.count() if zcomm.group_rank() == 0 else 0
+    with pytest.raises(TypeError, match="positional argument"):
+        engine.compute_loss()
+    method(engine, *batches(0, 0))
+    assert engine.step()
+    return found
+
+
+def test_at_stage_3_one_rank_may_call_a_method_that_counts_and_a_failed_one_leaves_nothing_open():
+    assert run_ranks(_counts_alone, 2) == [30, 0]

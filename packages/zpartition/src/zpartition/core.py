@@ -7,7 +7,8 @@ that none of them imports the class that calls them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import torch
@@ -101,6 +102,13 @@ class PartitionState:
         if id(param) in self.unshard_hooks.unit_of:
             return True
         return any(param is other for other in self.owned())
+
+    def method(self, bound: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `bound`, a method of the module, in a form that may read sharded weights, as `forward` may.
+
+        All ranks call the result.
+        """
+        return self.unshard_hooks.of_method(bound) if self.unshard_hooks.handles else bound
 
     def check_resident(self) -> None:
         """Raise RuntimeError while any state is offloaded (`offload_states`)."""

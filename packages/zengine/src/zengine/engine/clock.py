@@ -301,8 +301,9 @@ class Clock:
         self.forwards = self.pairs = self.direct = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters; a clock is saved only between steps."""
-        return {name: getattr(self, name) for name in (*_COUNTERS, "weight_exponent")}
+        """Return the counters of the last boundary."""
+        counters = {name: getattr(self, name) for name in (*_COUNTERS, "weight_exponent")}
+        return {**counters, "micro_steps": self.micro_steps - self.index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counters; the phase becomes IDLE."""

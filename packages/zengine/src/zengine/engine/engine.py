@@ -226,7 +226,10 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> str:
-        """Save the whole run between two steps; return the checkpoint's folder.
+        """Save the whole run; return the checkpoint's folder.
+
+        Within a step it saves the state after the last one, with a warning: gradients are not saved, and a run that
+        resumes begins the step again.
 
         tag: default: global_step<N>.
         client_state: numbers, strings, lists, dicts and scalar tensors, which `load_checkpoint` returns.
@@ -234,7 +237,7 @@ class Engine(nn.Module):
             keeps the module's.
 
         Raises:
-            ValueError: gradients of an unfinished step are pending.
+            ValueError: `save_dir` is empty.
             TypeError: `client_state` holds another type.
             zckpt.CheckpointError: any rank failed; on every rank.  Earlier checkpoints are unchanged.
         """
