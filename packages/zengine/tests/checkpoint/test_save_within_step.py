@@ -20,7 +20,7 @@ from zengine.testing import Regression, rank_batch
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}}
 ACCUMULATION = 3
 PLACES = ("after step()", "after the last backward", "after a plain backward")
-OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
 SECTIONS = [*({"stage": stage} for stage in range(4)), OFFLOAD]
 
 
@@ -56,6 +56,7 @@ def plain_torch(num_steps: int) -> dict[str, Tensor]:
 
 
 def _resumes_at_the_boundary(place: str, folder: str) -> int:
+    OFFLOAD["offload_optimizer"]["nvme_path"] = folder
     for number, section in enumerate(SECTIONS):
         engine, root = make(section), f"{folder}/{number}"
         for index in range(2 * ACCUMULATION):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine import CallOrderError
-from zengine.testing import rank_batch, small_engine
+from zengine.testing import small_engine
 
 STEPS = 3
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -34,7 +33,6 @@ class Net(nn.Module):
     def compute_loss(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.body(x)) * self.gain
         return loss_of(nn.functional.linear(hidden, self.tail.weight, self.tail.bias))
-
 
     def count(self) -> int:
         return sum(param.numel() for param in self.parameters())
@@ -184,7 +182,9 @@ def _trains_like_torch(name: str) -> int:
                 assert bool(engine.step()) == ((index + 1) % accumulation == 0)
             assert engine.micro_steps == STEPS * accumulation
             assert engine.global_samples == STEPS * accumulation * 2 * num_ranks
-            torch.testing.assert_close(engine.state_dict(), wanted, msg=lambda text: f"{stage=} {accumulation=} {text}")
+            torch.testing.assert_close(
+                engine.state_dict(), wanted, msg=lambda text: f"{stage=} {accumulation=} {text}"
+            )
             engine.close()
             compared += 1
     return compared

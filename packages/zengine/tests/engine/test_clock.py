@@ -37,7 +37,10 @@ def test_the_boundary_is_decided_when_backward_begins():
             lambda c: c.end_micro_step(),
             r"step\(\) called in phase IDLE; legal here: forward\(\), backward\(\). \(micro-step 1 of 2, step 0\)",
         ),
-        (lambda c: c.close() or c.backward().__enter__(), r"backward\(\) called in phase CLOSED; legal here: nothing"),
+        (
+            lambda c: c.close() or c.backward().__enter__(),
+            r"backward\(\) called in phase CLOSED; legal here: nothing",
+        ),
     ],
 )
 def test_calls_in_a_wrong_order_say_what_is_legal_and_where_we_are(call, message):

@@ -88,7 +88,9 @@ class GradientReducer:
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
     kind: Round = Round.NONE
     num_arrived: int = 0  # gradients since the start of the running (or last) round
-    plain: collections.Counter[tuple[int, int]] = attrs.field(factory=collections.Counter)  # by bucket and slot: gradients outside rounds
+    plain: collections.Counter[tuple[int, int]] = attrs.field(
+        factory=collections.Counter
+    )  # by bucket and slot: gradients outside rounds
     order: tuple[int, ...] = ()  # bucket indices in the order of sending
     learnt: tuple[int, ...] = ()  # the same, while no rank misses a gradient
     has_learnt: bool = False  # the ranks have agreed on `learnt`, after a first round
