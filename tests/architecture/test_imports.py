@@ -151,6 +151,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # from degrees, a mesh, an mpu or a split model to groups
     "build/groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"model_parallel_group_of", "replicas_of"}},
+    # a model split by other code: its marks, and copies compared over the tensor ranks
+    "build/mpu.py": {
+        "zcomm": {"all_gather_object", "detect", "Groups"},
+        "zpartition": {"Partition", "expert_shards_of", "model_parallel_group_of", "tensor.adopt_marked_split"},
+    },
     # activation checkpoints, from the config
     "build/activation_checkpointing.py": {
         "zcomm": {"all_gather_object"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +51,15 @@ def _sums() -> dict[str, list[float]]:
     mesh = zcomm.make_mesh(shard=2, tensor=2)
     ways = {"degrees": Groups.of(Degrees(tensor=2, expert=2)), "mesh": Groups.from_mesh(mesh)}
     ways["mpu"] = Groups.from_mpu(ways["degrees"])
+    newer = SimpleNamespace(  # in Megatron-Core the model-parallel group spans the stages, too
+        get_model_parallel_group=ways["degrees"].world,
+        get_tensor_model_parallel_group=ways["degrees"].tensor,
+        get_data_parallel_group=ways["degrees"].data,
+    )
+    ways["newer mpu"] = Groups.from_mpu(newer)
+    del newer.get_tensor_model_parallel_group
+    with pytest.raises(ValueError, match=r"mpu.get_model_parallel_group\(\) and the data-parallel group \["):
+        Groups.from_mpu(newer)
     found = {}
     for name, groups in ways.items():
         sums = []
@@ -77,7 +88,7 @@ def test_groups_come_from_degrees_a_mesh_or_an_mpu() -> None:
     try:
         for rank, found in enumerate(run_ranks(_sums, 4)):
             tensor, data = (1.0 if rank < 2 else 5.0), (2.0 if rank % 2 == 0 else 4.0)
-            assert found == {way: [tensor, data, data] for way in ("degrees", "mesh", "mpu")}
+            assert found == {way: [tensor, data, data] for way in ("degrees", "mesh", "mpu", "newer mpu")}
     finally:
         end_ranks()  # torch never frees meshes
 

@@ -322,7 +322,9 @@ class DeepSpeedEngine(Engine):
     zero_model_persistence_threshold = Setting[int](
         "Elements of all such parameters, at most.", lambda p: p.zero.persist_total_numel
     )
-    zero_max_live_parameters = Setting[int]("Elements that may be whole at a time.", lambda p: p.zero.max_live_numel)
+    zero_max_live_parameters = Setting[int](
+        "Elements that may stay gathered after forward.", lambda p: p.zero.max_live_numel
+    )
     zero_max_reuse_distance = Setting[int](
         "Elements between two uses that keep a weight whole.", lambda p: p.zero.max_reuse_numel
     )

@@ -78,7 +78,8 @@ def initialize(
         lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.  The name of
             a schedule belongs into the config's section "scheduler".
         distributed_port: port of the rendezvous if the environment sets none.
-        mpu: an object with `get_data_parallel_group()`, and `get_model_parallel_group()` if layers are split.
+        mpu: an object with `get_data_parallel_group()`, and `get_model_parallel_group()` (or a newer name of
+            Megatron's) if layers are split: by the config, or by the model's code, which marks its parameters.
         dist_init_required: False: a process group must exist. None or True: one is made if there is none.
         collate_fn: joins samples to a batch.
         config: path, dict or JSON text in DeepSpeed's format; `config_params` is an old name of it.
@@ -95,7 +96,8 @@ def initialize(
         from torch import nn
 
         from zengine.build.assemble import Client
-        from zengine.build.groups import check_mpu_model, process_layout
+        from zengine.build.groups import process_layout
+        from zengine.build.mpu import groups_for_model
         from zengine.config import load, resolve
         from zengine.engine.module_attributes import warning_of_collisions
     args, model, config = by_position(args, model, config)
@@ -109,7 +111,7 @@ def initialize(
     world = _make_world(dist_init_required, distributed_port)
     layout = process_layout(mpu, mesh, model)
     plan = resolve(settings, _facts(settings, world, layout))
-    check_mpu_model(model, plan, layout)
+    groups = groups_for_model(model, plan, layout)
     _log_notices(plan, world)
     client = Client(
         optimizer=optimizer,
@@ -118,7 +120,7 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
-    engine = make_engine(model, client, plan, world, layout.make(plan.parallel.degrees))
+    engine = make_engine(model, client, plan, world, groups)
     _warn(world, warning_of_collisions(engine))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -31,6 +31,21 @@ def test_stages_of_an_mpu_are_refused_with_their_number() -> None:
         process_layout(mpu, None, nn.Module())
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("get_pipe_parallel_world_size", "PipelineModule"),
+        ("get_sequence_parallel_world_size", "axis 'sequence'"),
+        ("get_context_parallel_world_size", '"sequence_parallel_size"'),
+        ("get_expert_model_parallel_world_size", '"expert_parallel"'),
+    ],
+)
+def test_other_axes_of_an_mpu_are_refused_with_a_remedy(name: str, remedy: str) -> None:
+    mpu = SimpleNamespace(**{name: lambda: 2}, get_data_parallel_group=lambda: None)
+    with pytest.raises(ValueError, match=rf"{name}\(\) is 2.*{remedy}"):
+        process_layout(mpu, None, nn.Module())
+
+
 def test_an_mpu_of_replicas_gives_its_group() -> None:
     group: Any = dist.group.WORLD if dist.is_initialized() else object()  # of this one rank
     mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_data_parallel_group=lambda: group)
@@ -73,7 +88,7 @@ def _ways() -> dict[str, tuple[Any, ...]]:
 def _elsewhere() -> str:
     config = {"train_micro_batch_size_per_gpu": 1}
     mpu = zcomm.Groups.of(zcomm.Degrees(tensor=2))
-    with pytest.raises(ValueError, match=r"mpu= has 2 tensor ranks, and Gated has no layers") as caught:
+    with pytest.raises(ValueError, match=r"mpu= has 2 tensor ranks, and no parameter of Gated is marked") as caught:
         zengine.initialize(model=Gated(8), mpu=mpu, config=config)
     given = {"layer_specs": [{"patterns": ["gate.*|up.*"]}, {"patterns": ["down.*"], "partition_type": "row"}]}
     section = {"autotp_size": 2, "partition_config": given}

@@ -14,7 +14,6 @@ import torch
 from zengine.config import ConfigError, Facts, load, resolve
 from zengine.planning.advice import Advice, Case, advice_lines, collect_advice, with_changes
 from zengine.planning.models import Shape, Transformer, shape_of
-from zengine.planning.sizes import sizes
 from zengine.planning.tables import gib
 
 QUIET = {"train_micro_batch_size_per_gpu": 4, "config_version": "zengine-0.2"}
@@ -30,8 +29,7 @@ def case(source: dict[str, Any], world_size: int = 8, device: str = "cuda", shap
     plan = resolve(config, facts)
     with torch.device("meta"):
         module = plan.precision.cast_module(Transformer(shape))
-    own = sizes(module, plan, world_size=plan.parallel.gradient_ranks, device=device)
-    return Case(config=config, plan=plan, facts=facts, module=module, sizes=own)
+    return Case(config=config, plan=plan, facts=facts, module=module)
 
 
 def advice(world_size: int = 8, device: str = "cuda", **source: Any) -> list[str]:
@@ -192,7 +190,9 @@ def drawn(seed: int) -> tuple[dict[str, Any], int, Shape]:
         "tensor_parallel": {"autotp_size": draw.choice((1, 1, 2))},
         "zero_optimization": zero,
     }
-    return source, draw.choice((1, 2, 8, 64, 1024)), shape_of(draw.choice((1e8, 1e8, 1e9, 1.3e9, 7e9, 1e12)))
+    world_size = draw.choice((1, 2, 8, 64, 1024))
+    numel = draw.choice((1e8, 1e8, 1e9, 1.3e9, 7e9, 1e12))
+    return source, world_size, shape_of(numel, layers=12)  # few parameters, of any size: plans take little time
 
 
 def figures_of(text: str) -> list[str]:

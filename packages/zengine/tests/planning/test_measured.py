@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
-from zcomm.testing import run_ranks
+from zcomm.testing import end_ranks, run_ranks
 from zengine.config import Facts, load, resolve
 from zengine.planning.measured import engine_starter, measure, single_process_plan
 from zengine.planning.models import Shape, Transformer, token_batches
 from zengine.planning.sizes import Workload, peak
 
-SHAPE = Shape(layers=2, width=512, vocabulary=3000)
+SHAPE = Shape(layers=4, width=256, vocabulary=1000)  # few operations: without AVX-512, bf16 is 20 times slower
 
 
 def make() -> nn.Module:
@@ -22,9 +24,6 @@ def make() -> nn.Module:
 def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
     """(planned, measured) of each (micro-batch, bf16, accumulation), in a process of its own."""
     found = []
-    torch.ones(64, 64, requires_grad=True).matmul(
-        torch.ones(64, 64)
-    ).sum().backward()  # threads and kernels are there
     for micro_batch, is_bf16, accumulation in cases:
         source = {
             "train_micro_batch_size_per_gpu": micro_batch,
@@ -34,15 +33,25 @@ def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
         plan = single_process_plan(resolve(load(source), Facts(world_size=8, replicas=8)))
         with torch.device("meta"):
             module = plan.precision.cast_module(make())
-        subject = Workload(module=module, batch=token_batches(64), device="cpu")
+        plan.precision.cast_module(make())(token_batches(16)(micro_batch)).backward()  # kernels are compiled once
+        subject = Workload(module=module, batch=token_batches(16), device="cpu")
         real = measure(make, subject.batch, engine_starter(plan), micro_batch=micro_batch, device="cpu")
         found.append((peak(subject, plan, micro_batch, 1).total, real.peak))
         assert real.between_steps < real.peak
     return found
 
 
+@pytest.fixture
+def _own_process() -> Iterator[None]:
+    """A fresh rank, ended afterwards: `measure` changes its malloc for good, which slows down every later test."""
+    end_ranks()
+    yield
+    end_ranks()
+
+
+@pytest.mark.usefixtures("_own_process")
 def test_a_plan_comes_within_a_tenth_of_what_steps_take() -> None:
-    (found,) = run_ranks(_peaks, 1, [(4, False, 1), (4, True, 2)])
+    (found,) = run_ranks(_peaks, 1, [(8, False, 1), (8, True, 2)], timeout_s=300)
     for planned, real in found:
         assert planned == pytest.approx(real, rel=0.1)
 

@@ -3,7 +3,7 @@
 Clipping needs the global L2 norm, loss scaling needs to know whether any element is infinite or NaN, and telemetry
 needs a few sums over ranks.  A sum of squares is finite only if every term is, so one number answers the first two.
 The gradients are read once, and one float64 vector [sum of squares, *extra] is reduced.  Nothing is modified: the
-optimizer, which reads the gradients anyway, divides them by the scalar that `clip_divisor` returns.
+optimizer, which reads the gradients anyway, divides them by one scalar (`clip_divisor`, or `divisor_of` on the host).
 
 [Note: summation of squares]  torch.linalg.vector_norm of a large float32 tensor sums in float32 and is too small by
 6e-4; converting all of it to float64 is three to forty times slower than reading it.  Therefore:

@@ -47,7 +47,7 @@ class Scaler(Protocol):
 
     @property
     def at_floor(self) -> bool:
-        """True if the next overflow can no longer lower the factor. Waits for the device."""
+        """True if a dynamic factor is at its minimum, so the next overflow cannot lower it. Waits for the device."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` times the factor; float16 and bf16 losses become float32."""

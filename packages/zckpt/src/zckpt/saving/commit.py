@@ -14,8 +14,8 @@ and the next save finishes the rename, so a run resumes from the checkpoint it s
 
 Replacing a tag takes two renames, as POSIX cannot swap folders: the old folder becomes .old-<tag>-<attempt>, then the
 new one takes the name.  A crash between the two leaves the old checkpoint complete under its other name, which
-readers check (select.py) and the next save renames back.  No sync is needed between the two: whichever of them a
-power cut leaves, a whole checkpoint has a name that readers check.
+readers check (zckpt/loading/select.py) and the next save renames back.  No sync is needed between the two: whichever
+of them a power cut leaves, a whole checkpoint has a name that readers check.
 
 A failed commit raises; a failed cleanup warns, since a file that cannot be removed must not stop the saves of a run.
 """

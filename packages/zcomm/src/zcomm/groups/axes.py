@@ -33,6 +33,9 @@ __all__ = ["Degrees", "Groups", "ModelParallelUnit"]
 
 _AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
 _DATA, _GRADIENT = ("replicate", "shard"), ("replicate", "shard", "sequence")
+_TENSOR_GETTERS = (  # of an mpu, the first one that exists; in Megatron-Core the last one has pipeline ranks, too
+    *("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"),
+)
 _ALIASES = {  # common names of the axes
     **dict.fromkeys(("pp", "pipe", "pipeline_parallel"), "pipeline"),
     "dp_replicate": "replicate",
@@ -68,9 +71,8 @@ class Degrees:
 
 
 class ModelParallelUnit(Protocol):
-    """The required part of Megatron's `mpu`."""
+    """The required part of Megatron's `mpu`, besides one of `_TENSOR_GETTERS`."""
 
-    def get_model_parallel_group(self) -> ProcessGroup: ...
     def get_data_parallel_group(self) -> ProcessGroup: ...
 
 
@@ -124,13 +126,14 @@ class Groups:
 
         Raises ValueError if its groups are not the rows and columns of a table of all ranks.
         """
-        tensor, data = mpu.get_model_parallel_group(), mpu.get_data_parallel_group()
+        getter = next(name for name in _TENSOR_GETTERS if hasattr(mpu, name))
+        tensor, data = getattr(mpu, getter)(), mpu.get_data_parallel_group()
         rows: list[list[int]] = all_gather_object(dist.get_process_group_ranks(tensor))
         table = sorted({tuple(row) for row in rows})
         columns = sorted(zip(*table))
         if len({len(row) for row in table}) != 1 or tuple(dist.get_process_group_ranks(data)) not in columns:
             raise ValueError(
-                f"the mpu's model-parallel groups {table} and data-parallel group "
+                f"the groups {table} of mpu.{getter}() and the data-parallel group "
                 f"{dist.get_process_group_ranks(data)} are not the rows and a column of one table of ranks."
             )
         found = cls(("shard", "tensor"), torch.tensor(table), dist.get_rank())

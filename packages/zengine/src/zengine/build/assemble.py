@@ -1,7 +1,7 @@
 """Assembly: the parts and features of an engine, chosen by its plan.
 
-This is the only file that names the concrete classes of the five packages.  It chooses each implementation once; the
-engine afterwards calls its slots.
+This file makes the parts, each once; the engine afterwards calls its slots.  tests/architecture/test_imports.py lists
+the other files that may name classes of the five packages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import zprecision
 from zengine.build.agreement import check_agreement
 from zengine.build.expert_parallel import check_experts, distribute_experts
 from zengine.build.loaders import check_data, data_features, make_feed, training_loader
+from zengine.build.mpu import check_copies
 from zengine.build.pipeline import check_mesh
 from zengine.build.trainable import check_class_names, trainable_parameters, with_names
 from zengine.checkpoint.save_load import Checkpoints
@@ -100,6 +101,8 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
         _check_narrow_states(optimizer, plan)
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=groups.gradient(), device=world.device)
     try:
+        if plan.parallel.degrees.tensor > 1:
+            check_copies(partition, groups)
         return _make_parts(partition, loader, client, plan, world, groups)
     except BaseException:
         partition.close(keep_weights=False)  # frees the module for another attempt; other ranks may not get here

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -22,19 +22,26 @@ import zcomm
 import zpartition
 from zengine.build.expert_parallel import expert_axes
 from zengine.build.pipeline import pipeline_axes
-from zengine.config.plan.parallel import TENSOR_KEYS
 
-if TYPE_CHECKING:
-    from zengine.config import Plan
-
-__all__ = ["ProcessLayout", "check_mpu_model", "process_layout"]
+__all__ = ["ProcessLayout", "process_layout"]
 
 _AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
 _SIZES = {  # getters of an mpu -> axis
-    "get_model_parallel_world_size": "tensor",
     "get_tensor_model_parallel_world_size": "tensor",
+    "get_slice_parallel_world_size": "tensor",
+    "get_model_parallel_world_size": "tensor",
     "get_pipeline_model_parallel_world_size": "pipeline",
+    "get_pipe_parallel_world_size": "pipeline",
     "get_sequence_parallel_world_size": "sequence",
+    "get_context_parallel_world_size": "sequence",
+    "get_expert_model_parallel_world_size": "expert",
+}
+_REMEDIES = {
+    "tensor": "Give it get_tensor_model_parallel_group() or get_model_parallel_group().",
+    "pipeline": "Build the model as a PipelineModule of that many stages without mpu=, or pass mesh= with an axis "
+    "'pipeline'.",
+    "sequence": "Pass mesh= with an axis 'sequence', or write \"sequence_parallel_size\".",
+    "expert": 'Use layers of zpartition.experts, and write "expert_parallel".',
 }
 
 
@@ -89,23 +96,6 @@ def _process_layout(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> Proc
     return ProcessLayout(make, zcomm.group_size(), {"tensor": split.size, **stages}, "the model")
 
 
-def check_mpu_model(model: nn.Module, plan: Plan, layout: ProcessLayout) -> None:
-    """Check that a model with the tensor ranks of an mpu is split by zpartition, or shall be split by the config.
-
-    Raises:
-        ValueError: it is not.  Another library may have split its layers, and splitting them again would be wrong.
-    """
-    is_requested = any(plan.origins.get(key, "default") != "default" for key in TENSOR_KEYS)
-    tensor = plan.parallel.degrees.tensor
-    if layout.source != "mpu=" or tensor == 1 or is_requested or zpartition.model_parallel_group_of(model).size > 1:
-        return
-    raise ValueError(
-        f"mpu= has {tensor} tensor ranks, and {type(model).__name__} has no layers of zpartition.tensor: if it is "
-        f'whole, write "tensor_parallel": {{"autotp_size": {tensor}}} to split it; layers that another library '
-        "has split are not supported."
-    )
-
-
 def _group_of(split: zpartition.ModelParallelGroup) -> ProcessGroup:
     """Return the process group of tensor ranks; None stands for the default group."""
     group = split.group or dist.group.WORLD
@@ -127,13 +117,15 @@ def _mpu_groups(mpu: Any) -> zcomm.Groups:
     """Return the groups of an mpu; one with data-parallel groups alone is enough if nothing is split."""
     if isinstance(mpu, zcomm.Groups):
         return mpu
-    sizes = {name: getattr(mpu, name, lambda: 1)() for name in _SIZES}
-    has_tensor = hasattr(mpu, "get_model_parallel_group")
+    sizes = {name: getattr(mpu, name)() for name in _SIZES if hasattr(mpu, name)}
+    getters = [name for name, axis in _SIZES.items() if axis == "tensor"]
+    has_tensor = any(hasattr(mpu, name.replace("_world_size", "_group")) for name in getters)
     for name, size in sizes.items():
-        if size != 1 and not (has_tensor and _SIZES[name] == "tensor"):
+        axis = _SIZES[name]
+        if size > 1 and not (has_tensor and axis == "tensor"):
             raise ValueError(
                 f"mpu.{name}() is {size}: only data-parallel and model-parallel (tensor) groups of an mpu are used, "
-                f"so it must be 1. Pass mesh= with an axis {_SIZES[name]!r} of {size} ranks instead."
+                f"so it must be 1. {_REMEDIES[axis]}"
             )
     if has_tensor:
         return zcomm.Groups.from_mpu(mpu)

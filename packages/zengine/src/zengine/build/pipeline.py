@@ -157,8 +157,7 @@ def _schedule(model: PipelineModule, plan: Plan) -> Schedule:
 
     ranks = model.pipeline_position.num_ranks
     per_rank = model.num_stages // ranks
-    name = "interleaved" if plan.pipeline.schedule == "1f1b" and per_rank > 1 else plan.pipeline.schedule
-    return make_schedule(name, ranks, plan.batch.accumulation, per_rank)
+    return make_schedule(plan.pipeline.schedule, ranks, plan.batch.accumulation, per_rank)
 
 
 def _mismatch(key: str, given: object, own: str) -> Problem:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from zengine.build.measure import bf16_is_faster
 from zengine.commands import CommandError
 from zengine.config import Config, ConfigError, Facts, Problem, load, resolve, violations
 from zengine.config.grammar.source import read
@@ -24,6 +23,7 @@ from zengine.config.reading.auto import fill_autos
 from zengine.config.reading.convert import convert
 from zengine.config.reading.json_schema import json_schema
 from zengine.config.reading.versions import KEY
+from zengine.initialize import bf16_is_faster
 
 __all__ = ["facts_of", "parse_auto", "run_check", "run_convert", "run_schema"]
 

@@ -56,11 +56,11 @@ def absent(name: str) -> Any:
     """Return a placeholder class: it can be imported and tested against, but not instantiated, subclassed or used."""
     text = ABSENT[name]
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+    def reject(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise_not_available(name)
 
     members = {
-        "__init_subclass__": classmethod(refuse),
+        "__init_subclass__": classmethod(reject),
         "__doc__": f"Not available: {text}",
         "__module__": __name__,
         "qualified": name,

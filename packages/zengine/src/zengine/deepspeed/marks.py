@@ -8,7 +8,7 @@ Design.  A marked parameter has a class derived from its own, whose properties r
 writes nothing, and copies, pickles and detached tensors stay plain.  A table beside the parameters holds what does
 not follow from the partition.
 
-`ds_status` tells who has gathered a weight, not where bytes are: AVAILABLE while a block, `all_gather()` or a running
+`ds_status` shows who has gathered a weight, not where bytes are: AVAILABLE while a block, `all_gather()` or a running
 module holds it, NOT_AVAILABLE otherwise, even if it happens to be whole (a small one, a world of one rank).  Code
 that asserts NOT_AVAILABLE before it gathers, and code that gathers what is not AVAILABLE, both work.  INFLIGHT never
 occurs, because gathers are awaited before user code runs.
@@ -102,7 +102,7 @@ class Marked:
     """Attributes of a marked parameter."""
 
     __slots__ = ()
-    original_class: type[Parameter]  # the parameter's own class
+    stands_for: type[Parameter]  # the parameter's own class; zpartition reads it too
 
     @property
     def ds_id(self) -> int:
@@ -210,8 +210,8 @@ class Marked:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return an unmarked, unsharded parameter."""
-        copied = self.original_class.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
-        copied.__class__ = self.original_class
+        copied = self.stands_for.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = self.stands_for
         return copied
 
 
@@ -262,7 +262,7 @@ def unmark(params: Iterable[Parameter], modules: Iterable[nn.Module] = ()) -> No
     for param in params:
         if isinstance(param, Marked):
             _marks.pop(id(param), None)
-            _set_class(param, param.original_class)
+            _set_class(param, param.stands_for)
     for module in modules:
         for name in _OF_MODULES:
             vars(module).pop(name, None)

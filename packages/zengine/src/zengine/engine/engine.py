@@ -5,11 +5,11 @@
     report = engine.step()
 
 `backward` divides the loss by the accumulation count, scales it and reduces gradients.  `step` counts the micro-step;
-at a boundary it inspects the gradients once, updates this rank's shards, publishes the weights and returns a
-`StepReport`.  Between boundaries it returns None.
+at a boundary it inspects the gradients once, skips the update (non-finite gradients) or updates this rank's shards,
+publishes the weights and advances the LR schedule; it returns a `StepReport`.  Between boundaries it returns None.
 
 `zengine.build.assemble` chooses the implementations; the engine calls them through the slots of `Parts`, each a
-Protocol with an identity, so nothing here asks if something is enabled.  Optional behaviour is a `Feature`: its hooks
+Protocol with a default, so nothing here asks if something is enabled.  Optional behaviour is a `Feature`: its hooks
 default to the identity, and a feature that is off is absent.  Features, checkpoints and exports receive a `Run`,
 never the engine.  DeepSpeed's names are in `zengine.deepspeed_engine`.
 """
@@ -123,21 +123,21 @@ class Engine(nn.Module):
         """
         return self._end_micro_step(partial(self.parts.scheduler.step, **dict(lr_kwargs or {})))
 
-    def _end_micro_step(self, advance: Callable[[], object]) -> StepReport | None:
-        """Do the work of `step`; `advance` steps the learning-rate schedule after an applied update."""
+    def _end_micro_step(self, step_lr_schedule: Callable[[], object]) -> StepReport | None:
+        """Do the work of `step`; `step_lr_schedule` is called after an applied update."""
         parts, report = self.parts, None
         torch_style.accept_plain_gradients(self._run)
         micro = self.clock.end_micro_step()
         with parts.telemetry.span("step"):
             if micro.is_last:
                 with self.clock.update(), parts.partition.zero_grad_on_exit():
-                    report = self._update(advance)
+                    report = self._update(step_lr_schedule)
         parts.telemetry.micro_step_end()
         if report is not None:
             self._finish_step(report)
         return report
 
-    def _update(self, advance: Callable[[], object]) -> StepReport:
+    def _update(self, step_lr_schedule: Callable[[], object]) -> StepReport:
         """Run a boundary: reduce, inspect, update, count."""
         run, parts, clock = self._run, self.parts, self.clock
         for feature in self._features:
@@ -153,12 +153,12 @@ class Engine(nn.Module):
         numbers = parts.read(stats, run.losses)
         parts.drift.check(numbers.drift)
         lr = parts.optimizer.lr()
-        # 3. skip the update, or apply it with loss scale, weights and clipping in one divisor
+        # 3. skip the update, or apply it with loss scale, loss weights and clipping in one divisor
         skip = parts.skip_reason(numbers, run.losses)
         if not skip:
             divisor = parts.divisor(numbers)
             parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
-            advance()
+            step_lr_schedule()
         # 4. update scaler and counters
         parts.scaler.update(stats.found_inf)
         clock.end_step(applied=not skip)

@@ -2,10 +2,11 @@
 
 The inspection is equal on all ranks, and so is the decision.  The rule is the same for every stage and dtype: an
 update with an infinite or NaN gradient is skipped, weights and optimizer state stay unchanged, and the report names
-the parameter.  (Other engines check only some dtypes at some stages, and apply the NaN elsewhere.)
+the parameter; unless `bf16.check_grad_overflow` is false.  At the minimum loss scale LossScaleExhausted is raised.
+(Other engines check only some dtypes at some stages, and apply the NaN elsewhere.)
 
-[Note: which rank]  The inspected gradient is the sum over ranks, where a NaN of one rank is a NaN on all.  The rank
-is known if its own loss was not finite, as it is if data or weights are the cause.  Otherwise, without loss scaling
+[Note: which rank]  The inspected gradient is the sum over ranks, where a NaN of one rank is a NaN on all.  A rank
+whose own loss is not finite is the cause; bad data or weights usually make it so.  Otherwise, without loss scaling
 (an overflow of scaled gradients is no rank's fault), ranks check their gradients before sending them for the next
 hundred steps, so that another such step names the rank.  The check reads gradients once more, which would slow down
 every healthy run if it were always on.

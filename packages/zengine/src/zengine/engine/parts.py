@@ -1,13 +1,13 @@
-"""Slots of an engine as protocols, some of their identities, and the `Run` that features and checkpoints get.
+"""Slots of an engine as protocols, some of their defaults, and the `Run` that features and checkpoints get.
 
-| slot | identity | others |
+| slot | default | others |
 |---|---|---|
 | partition | stage 0 (`ZeroPolicy()`) | ZeRO 1, 2, 3 |
 | scaler | `zprecision.NoScaling` | static, dynamic |
 | optimizer | `NoOptimizer` | `ShardOptimizer` over any torch or zoptim optimizer |
 | runner | `zengine.engine.runners.Sequential` | casting, autocast, with hooks around float32 modules |
 | telemetry | `zengine.telemetry.Silent` | spans, throughput, sinks |
-| checkpoints | saves before it returns | saves in the background |
+| checkpoints | save before it returns | save in the background |
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ changed, read and resolved like any config: so rejected settings are never advis
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +40,7 @@ class Advice:
     changes: Mapping[str, Any] = attrs.field(factory=dict)  # config keys -> values; None removes a key
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)  # for the cached property
 class Case:
     """Config, plan, facts and model, with the plan's memory and traffic."""
 
@@ -47,7 +48,11 @@ class Case:
     plan: Plan
     facts: Facts
     module: nn.Module  # on the meta device, in the plan's dtype
-    sizes: Sizes
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """Memory and traffic of the plan, computed on first use: some rules need only the plan."""
+        return self.of(self.plan)
 
     @property
     def num_ranks(self) -> int:
@@ -78,7 +83,7 @@ class Case:
                 plan = resolve(config, self.facts)
         except ConfigError:
             return
-        yield attrs.evolve(self, config=config, plan=plan, sizes=self.of(plan))
+        yield attrs.evolve(self, config=config, plan=plan)
 
 
 def with_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

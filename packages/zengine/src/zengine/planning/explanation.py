@@ -11,7 +11,7 @@ from torch import nn
 from zengine.config import Config, Facts, Plan
 from zengine.config.plan.rows import text_of
 from zengine.planning.advice import Case, advice_lines
-from zengine.planning.sizes import Sizes, at_stage, sizes
+from zengine.planning.sizes import Sizes, at_stage
 from zengine.planning.tables import columns, gib, ranks, section, wrapped
 
 __all__ = ["Explanation", "explain"]
@@ -128,14 +128,9 @@ class Explanation:
 def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject: str) -> Explanation:
     """Explain `plan` for `module`, which is on the meta device; casts it to the plan's dtype in place."""
     module = plan.precision.cast_module(module)
-
-    def of(stage: int) -> Sizes:
-        return sizes(module, at_stage(plan, stage), world_size=num_ranks, device=facts.device_type)
-
-    num_ranks = plan.parallel.gradient_ranks
-    own = sizes(module, plan, world_size=num_ranks, device=facts.device_type)
-    stages = tuple(own if stage == plan.zero.stage else of(stage) for stage in range(4))
-    case = Case(config=config, plan=plan, facts=facts, module=module, sizes=own)
+    case = Case(config=config, plan=plan, facts=facts, module=module)
+    own = case.sizes
+    stages = tuple(own if stage == plan.zero.stage else case.of(at_stage(plan, stage)) for stage in range(4))
     return Explanation(
         config=config,
         plan=plan,

@@ -125,7 +125,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) -> the same."""
+        """Map (batch, tokens, width) to the same shape."""
         parts = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """() loss."""
+        """Return the loss, ()."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -166,8 +166,9 @@ def token_batches(length: int) -> Batch:
 
 
 def shaped_batches(text: str, dtype: torch.dtype) -> Batch:
-    """Return batches of a shape, "3x224x224" or "512": (micro-batch, *shape) of `dtype`.  Raises ValueError
-    for another text.
+    """Return batches of a shape, "3x224x224" or "512": (micro-batch, *shape) of `dtype`.
+
+    Raises ValueError for another text.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
         raise ValueError(f'"{text}" is not the shape of a sample; write, for example, 3x224x224 or 512')
@@ -180,8 +181,9 @@ def shaped_batches(text: str, dtype: torch.dtype) -> Batch:
 
 
 def factory_batches(name: str) -> Batch:
-    """Return batches of `module:factory`, called with the micro-batch size.  Raises NotAFactory if it takes no
-    argument.
+    """Return batches of `module:factory`, called with the micro-batch size.
+
+    Raises NotAFactory if it takes no argument.
     """
     make = load_factory(name)
     try:

@@ -76,7 +76,7 @@ def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Siz
 
 
 def reduces_once(plan: Plan) -> bool:
-    """Return True for a pipeline, which reduces gradients once per batch whatever `reduce_at` says."""
+    """Return True for a pipeline, which reduces gradients once per batch whatever `reduce_at` is."""
     return plan.parallel.degrees.pipeline > 1
 
 

@@ -47,7 +47,7 @@ BAD = [
     (lengths(schedule_type=None), "curriculum_learning: schedule_type is missing"),
     (lengths(schedule_config={}), "needs schedule_config.total_curriculum_step"),
     (lengths(max_difficulty=0), '"fixed_linear" needs max_difficulty'),
-    (lengths(min_difficulty=65), "grows from its minimum to its maximum, got 65 and 64"),
+    (lengths(min_difficulty=65), "0 <= minimum <= maximum, got 65 and 64"),
     (
         lengths(min_difficulty=4, schedule_config={"total_curriculum_step": 100, "difficulty_step": 8}),
         r"the first step would have sequences of 0 tokens \(rounded down to a multiple of difficulty_step\)",

@@ -102,7 +102,7 @@ def test_an_optimizer_without_state_formats_says_so() -> None:
 def test_the_format_of_states_may_be_said_in_deepspeeds_spelling(name: str) -> None:
     assert load({"optimizer": {"type": name, "params": {"fp32_optimizer_states": False}}}).settings
     (problem,) = problems(optimizer={"type": name, "params": {"fp32_optimizer_states": False, "state_dtype": "8bit"}})
-    assert "which say different things. Remove one" in problem
+    assert "which contradict each other. Remove one" in problem
 
 
 def test_what_the_engine_does_itself_is_refused_with_the_reason() -> None:

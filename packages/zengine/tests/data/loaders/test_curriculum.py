@@ -23,7 +23,7 @@ METRIC = [(7 * sample) % 40 for sample in DATA]
 def loader_of(rank=0, world=1, micro=4, accumulation=2, law=None, num_workers=0, num_epochs=3, **options):
     law = law or FixedRoot(low=10, high=40, steps=8)
     limits = (Limit.make(law, DifficultyType.VALUE, MetricIndex.of(METRIC, "seqlen")),)
-    feed = LoaderFactory(
+    factory = LoaderFactory(
         micro_batch_size=micro,
         rank=rank,
         world_size=world,
@@ -31,7 +31,7 @@ def loader_of(rank=0, world=1, micro=4, accumulation=2, law=None, num_workers=0,
         seed=7,
         fetcher=BatchFetcher(num_workers=num_workers),
     )
-    return feed.curriculum(DATA, limits, num_epochs=num_epochs, **options)
+    return factory.curriculum(DATA, limits, num_epochs=num_epochs, **options)
 
 
 def test_ranks_share_the_batches_of_one():

@@ -107,15 +107,15 @@ def test_the_saved_seed_wins_over_a_new_one_because_the_position_belongs_to_it()
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_position_counts_what_was_handed_over_not_what_was_fetched_ahead(num_workers, num_ahead):
     prefetcher = DevicePrefetcher(device=torch.device("cpu"), num_ahead=num_ahead)
-    feed = LoaderFactory(
+    factory = LoaderFactory(
         micro_batch_size=3, seed=5, fetcher=BatchFetcher(num_workers=num_workers, prefetcher=prefetcher)
     )
-    loader, plain = feed.plain(list(range(23))), take(loader_of(drop_last=False), 5)
+    loader, plain = factory.plain(list(range(23))), take(loader_of(drop_last=False), 5)
     batches = iter(loader)
     for count in range(3):
         assert next(batches).tolist() == plain[count]
         assert loader.consumed_samples == 3 * (count + 1)
-    resumed = feed.plain(list(range(23)))
+    resumed = factory.plain(list(range(23)))
     resumed.load_state_dict(saved(loader))
     assert take(resumed, 2) == plain[3:]
 

@@ -21,10 +21,10 @@ def ids(samples):
 
 def loader_of(rank=0, world=1, accumulation=4, picking=PickingOrder.RANDOM, num_workers=0, max_tokens=24):
     fetcher = BatchFetcher(collate_fn=ids, num_workers=num_workers)
-    feed = LoaderFactory(
+    factory = LoaderFactory(
         micro_batch_size=4, rank=rank, world_size=world, accumulation=accumulation, seed=7, fetcher=fetcher
     )
-    return feed.packed(DATA, LENGTHS, Packing(max_tokens=max_tokens, picking=picking))
+    return factory.packed(DATA, LENGTHS, Packing(max_tokens=max_tokens, picking=picking))
 
 
 @pytest.mark.parametrize("picking", PickingOrder)

@@ -14,10 +14,10 @@ DATA = list(range(21))
 def loader_of(rank=0, world=2, micro=3, num_workers=0, drop_last=True, sampler=None):
     sampler = sampler or DistributedSampler(DATA, num_replicas=world, rank=rank, seed=3)
     fetcher = BatchFetcher(num_workers=num_workers)
-    feed = LoaderFactory(
+    factory = LoaderFactory(
         micro_batch_size=micro, rank=rank, world_size=world, seed=3, drop_last=drop_last, fetcher=fetcher
     )
-    return feed.sampled(DATA, sampler)
+    return factory.sampled(DATA, sampler)
 
 
 def test_epochs_of_a_distributed_sampler_differ_because_it_is_told_their_number():

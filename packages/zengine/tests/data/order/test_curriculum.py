@@ -25,7 +25,7 @@ METRIC = [7, 1, 5, 3, 9, 2, 8, 4, 6, 10]  # of samples 0..9
 
 def walk_of(*limits: Limit, stride: int = 2, accumulation: int = 1, num_samples: int = 10) -> CurriculumOrder:
     order = Order(num_samples=num_samples, micro_batch_size=stride, seed=3)
-    return CurriculumOrder(order=order, limits=limits, accumulation=accumulation)
+    return CurriculumOrder(base=order, limits=limits, accumulation=accumulation)
 
 
 def limit_of(schedule, by=DifficultyType.VALUE, metric=METRIC, parts=100, name="metric") -> Limit:
@@ -33,7 +33,7 @@ def limit_of(schedule, by=DifficultyType.VALUE, metric=METRIC, parts=100, name="
 
 
 def taken(walk: CurriculumOrder, count: int, start: Position | None = None) -> tuple[list[list[int]], Position]:
-    position, batches, permutations = start or Position(), [], Permutations(walk.order)
+    position, batches, permutations = start or Position(), [], Permutations(walk.base)
     for _ in range(count):
         indices, position = walk.advance(position, permutations)
         batches.append(indices.tolist())
@@ -47,7 +47,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 def test_without_limits_the_walk_is_the_plain_order() -> None:
     walk = walk_of()
     batches, position = taken(walk, 5)
-    assert flat(batches) == walk.order.permutation(0).tolist()
+    assert flat(batches) == walk.base.permutation(0).tolist()
     assert (position.epoch, position.place, position.step) == (1, 0, 5)
 
 
@@ -55,10 +55,10 @@ def test_a_value_holds_back_what_is_above_it_until_its_step() -> None:
     """Steps 1 and 2 have difficulty 4 (samples 1, 3, 5, 7), later ones 10 (all)."""
     walk = walk_of(limit_of(FixedDiscrete(difficulties=(4, 10), until=(2,))))
     batches, _ = taken(walk, 3)
-    easy = [sample for sample in walk.order.permutation(0).tolist() if METRIC[sample] <= 4]
+    easy = [sample for sample in walk.base.permutation(0).tolist() if METRIC[sample] <= 4]
     assert flat(batches[:2]) == easy
-    permutation = walk.order.permutation(0).tolist()
-    behind = permutation[permutation.index(easy[-1]) + 1 :] + walk.order.permutation(1).tolist()
+    permutation = walk.base.permutation(0).tolist()
+    behind = permutation[permutation.index(easy[-1]) + 1 :] + walk.base.permutation(1).tolist()
     assert batches[2] == behind[:2]
 
 
@@ -98,7 +98,7 @@ def test_fewer_admitted_samples_than_a_batch_repeat_and_none_is_an_error() -> No
     with pytest.raises(MetricError, match=r"metric <= 0 \(admits 0 of 10; the smallest is 1\)"):
         taken(none, 1)
     with pytest.raises(MetricError, match="the limits of curriculum step 1 admit no sample"):
-        none.advance(Position(place=4), Permutations(none.order))
+        none.advance(Position(place=4), Permutations(none.base))
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,11 +107,11 @@ def test_no_sample_comes_twice_in_a_pass_and_a_walk_goes_on_from_any_position(se
     metric = np.random.default_rng(seed).integers(0, 50, 40)
     law = FixedRoot(low=max(int(metric.min()), 1) + 5, high=50, steps=steps)
     walk = CurriculumOrder(
-        order=Order(num_samples=40, micro_batch_size=stride, seed=seed),
+        base=Order(num_samples=40, micro_batch_size=stride, seed=seed),
         limits=(Limit.make(law, DifficultyType.VALUE, MetricIndex.of(metric)),),
         accumulation=2,
     )
-    permutations, position, by_pass, batches = Permutations(walk.order), Position(), {}, []
+    permutations, position, by_pass, batches = Permutations(walk.base), Position(), {}, []
     positions = []
     for _ in range(20):
         positions.append(position)

@@ -6,9 +6,9 @@ Reduction, optimizer shards, all-gathers, memory estimates and checkpoints must 
 Design.  One pure, frozen value, computed once and read by everyone.  Parameters are packed into buckets in reverse
 registration order, because backward produces gradients roughly in that order.  A bucket holds one dtype (on the wire,
 too) and one parameter group, is padded to a multiple of `world_size * SPAN_ALIGNMENT`, and is cut into equal spans:
-rank r owns [r * s, (r + 1) * s) of *every* bucket, so each bucket can be reduced and gathered by itself.  The padding
-is the same when nothing is sharded (one span): stages differ in ownership only, and the blocks over which norms are
-summed are equal.  That makes stages bitwise equal.
+shard i is [i * s, (i + 1) * s) of *every* bucket (`Bucket.span` maps ranks to shards), so each bucket can be reduced
+and gathered by itself.  The padding does not depend on the stage, so the blocks over which norms are summed are
+equal: see zprecision/inspect.py for what makes stages bitwise equal.
 
 Rejected.  One flat space over all parameters with a single cut per rank (the last rank's buckets finish first, and a
 bucket may have many owners); a shard per tensor (thousands of collectives, or padding per tensor).

@@ -10,11 +10,15 @@ expert-sharded parameter lives on some of its ranks only, and those sum its grad
 
 A pipeline (`PipelineStagedModule`) cuts a model between its tensors: ranks of other stages have other parameter
 names, and sums are reduced over the stages, too.
+
+Modules of other libraries do not have the protocol's methods.  `describe_split` states the same facts about them in a
+side table (weakly, by module), so that nothing is set on modules of a user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
@@ -34,6 +38,7 @@ __all__ = [
     "addresses_of",
     "check_expert_groups",
     "check_group",
+    "describe_split",
     "expert_shards_of",
     "model_parallel_group_of",
     "pipeline_stages_of",
@@ -78,6 +83,36 @@ class ModelParallelModule(Protocol):
         """Return the addresses of its own parameters, by name in the module."""
 
 
+@final
+@attrs.frozen(eq=False)
+class _Description:
+    """The facts of a `ModelParallelModule` about a module that does not have its methods."""
+
+    mp_group: ModelParallelGroup
+    addresses: Mapping[str, Address]
+
+
+_described: weakref.WeakKeyDictionary[nn.Module, _Description] = weakref.WeakKeyDictionary()
+
+
+def describe_split(module: nn.Module, mp_group: ModelParallelGroup, addresses: Mapping[str, Address]) -> None:
+    """State that `module` holds the parts at `addresses` (by its own parameters' names) of global tensors.
+
+    For modules that are split by other code; the statement lives as long as the module, and a later one replaces it.
+    """
+    _described[module] = _Description(mp_group, dict(addresses))
+
+
+def _split_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Description]]:
+    """Yield (name, module, description) of every module with addresses; an `ExpertShardedModule` has all facts."""
+    for name, child in module.named_modules():
+        own: object = child
+        if isinstance(own, ModelParallelModule):
+            yield name, child, _Description(own.mp_group, own.addresses())
+        elif child in _described:
+            yield name, child, _described[child]
+
+
 @runtime_checkable
 class ExpertShardedModule(Protocol):
     """A module whose experts are sharded over ranks with different data."""
@@ -118,9 +153,7 @@ def pipeline_stages_of(module: nn.Module) -> ModelParallelGroup:
 
 def model_parallel_group_of(module: nn.Module) -> ModelParallelGroup:
     """Return the tensor-parallel group of the modules inside `module`.  Raises ValueError if there are several."""
-    split = (
-        (name, child.mp_group) for name, child in module.named_modules() if isinstance(child, ModelParallelModule)
-    )
+    split = ((name, described.mp_group) for name, _, described in _split_modules(module))
     found = {name: mp_group for name, mp_group in split if mp_group is not ALONE}
     first = next(iter(found), "")
     for name, mp_group in found.items():
@@ -192,12 +225,11 @@ def addresses_of(module: nn.Module) -> dict[str, Address]:
     """
     mp_group = model_parallel_group_of(module)
     declared: dict[int, Address] = {}
-    for child in module.modules():
-        if isinstance(child, ModelParallelModule | ExpertShardedModule):
-            for name, address in child.addresses().items():
-                if child.mp_group is ALONE:  # whole experts on every tensor rank
-                    address = attrs.evolve(address, num_copies=mp_group.size, copy=mp_group.rank)
-                declared[id(child.get_parameter(name))] = address
+    for _, child, described in _split_modules(module):
+        for name, address in described.addresses.items():
+            if described.mp_group is ALONE:  # whole experts on every tensor rank
+                address = attrs.evolve(address, num_copies=mp_group.size, copy=mp_group.rank)
+            declared[id(child.get_parameter(name))] = address
     return {
         name: declared.get(id(param)) or Address.whole(param.shape, mp_group.size, mp_group.rank)
         for name, param in module.named_parameters()

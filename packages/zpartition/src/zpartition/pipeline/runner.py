@@ -1,6 +1,6 @@
 """Execution of a schedule: one batch of micro-batches through the stages of this rank.
 
-The runner knows neither schedules by name nor optimizers.  It leaves gradients where backward leaves them, so plain
+The runner executes any `Schedule` and knows no optimizers.  It leaves gradients where backward leaves them, so plain
 torch optimizers work as without a pipeline.  An engine that partitions weights, scales losses or takes measurements
 overrides a single forward and backward (`Passes`): a ZeRO stage wraps each backward, and only the last one of a batch
 communicates.
@@ -95,11 +95,10 @@ class PipelineRunner:
         Raises ScheduleError if the schedule does not fit the stages.
         """
         per_rank = module.num_stages // module.pipeline_position.num_ranks
-        name = "interleaved" if schedule == "1f1b" and per_rank > 1 else schedule
-        make_schedule(name, module.pipeline_position.num_ranks, module.pipeline_position.num_ranks, per_rank)
+        make_schedule(schedule, module.pipeline_position.num_ranks, module.pipeline_position.num_ranks, per_rank)
         own = module.stage_group().group if group is None else group
         p2p = P2P.of(module, own, torch.device(device))
-        return cls(module, name, p2p, TiedWeights(module, p2p.channels), passes or Passes())
+        return cls(module, schedule, p2p, TiedWeights(module, p2p.channels), passes or Passes())
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the schedule of a batch of `micro_batches`."""

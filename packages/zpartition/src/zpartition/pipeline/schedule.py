@@ -1,6 +1,6 @@
 """Pipeline schedules: lists of actions for each rank, their validation, and the schedules of the literature.
 
-A schedule is data, so the runner does not know which one it executes, and a schedule can be read and written by hand:
+A schedule is data: the runner executes any of them, and a schedule can be read and written by hand:
 
     0F0 0F1 1F0 1B0 ...        stage 0 forward of micro-batch 0, ...; "." is an idle turn in a table
 
@@ -204,9 +204,11 @@ class Schedule:
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
     """Make a schedule by name: gpipe, 1f1b, interleaved, zero_bubble.
 
+    1f1b with several stages on a rank is interleaved.
+
     Raises ScheduleError for another name, or counts that do not fit.
     """
-    if name == "interleaved":
+    if name == "interleaved" or (name == "1f1b" and stages_per_rank > 1):
         return interleaved(ranks, micro_batches, stages_per_rank)
     if name not in SCHEDULES:
         raise ScheduleError(

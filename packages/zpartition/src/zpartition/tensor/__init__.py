@@ -10,6 +10,7 @@ from zpartition._renamed import renamed
 from zpartition.tensor.infer_plan import infer_plan, infer_verified_plan
 from zpartition.tensor.layer_split import LayerSplit
 from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
+from zpartition.tensor.marked import adopt_marked_split
 from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered, resolve
 from zpartition.tensor.read_plan import read_injection_policy, read_layer_specs, read_tp_plan, tp_model_init
@@ -36,6 +37,7 @@ __all__ = [
     "Uncovered",
     "Vocabulary",
     "VocabularyEmbedding",
+    "adopt_marked_split",
     "infer_plan",
     "infer_verified_plan",
     "load_whole_state_dict",

@@ -4,12 +4,12 @@ Problem.  A unit must be unsharded when its module runs, when autograd needs its
 reads them; and released as soon as possible, because stage 3 exists to save the memory of gathered units.  All ranks
 must gather in the same order.
 
-Design.  `unshard(unit)` is the one way to gather a unit, called when one of its modules is entered, when autograd
-unpacks a saved weight, and when a running module reads a parameter of another unit.  Correctness does not depend on
-the caller, so no graph analysis is needed.  A unit is resharded
+Design.  `unshard(unit)` is the only entry point; it also prefetches.  It is called when one of the unit's modules is
+entered, when autograd unpacks a saved weight, and when a running module reads a parameter of another unit.
+Correctness does not depend on the caller, so no graph analysis is needed.  A unit is resharded
 - when its module returns, unless all unsharded units fit into `policy.max_live_numel` and it is used again before
   `policy.max_reuse_numel` elements of others: then backward finds it;
-- in backward, when every gradient of the unit has arrived; when memory is needed, see below; and at its end;
+- in backward: when every gradient of the unit has arrived; when it is evicted, see [Note: room]; when backward ends;
 - when the optimizer has updated the weights, because then it is outdated.
 
 The sequence of uses is recorded.  From the second step on, each use prefetches what was used next in the last step,
@@ -24,7 +24,7 @@ because the node is about to read them; so does a unit that encloses the one bei
 
 [Note: two orders] All ranks gather in one order, because they call the same modules, and send gradients in one order
 (reducer.py); but which gradients a rank has, and when, depends on its data, so the two orders are not ordered against
-each other.  Gradients therefore travel in a duplicate group.
+each other.  Gradients therefore use a second process group over the same ranks.
 
 Rejected.  Gathering by backward hooks of modules (they need outputs that require a gradient, break in-place
 operations, and miss weights that another module uses); one order fixed when the model is built.

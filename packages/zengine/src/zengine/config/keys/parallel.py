@@ -216,7 +216,11 @@ class Pipeline:
         empty=OF_THE_MODULE,
     )
     # Ours: DeepSpeed has 1F1B.
-    schedule: str = setting(choice("1f1b", "gpipe", "interleaved", "zero_bubble"), "1f1b", "pipeline schedule")
+    schedule: str = setting(
+        choice("1f1b", "gpipe", "interleaved", "zero_bubble"),
+        "1f1b",
+        "pipeline schedule; 1f1b with several stages on a rank: interleaved",
+    )
 
 
 @attrs.frozen(kw_only=True)

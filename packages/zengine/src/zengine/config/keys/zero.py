@@ -166,7 +166,7 @@ def _or_unlimited(numel: int) -> object:
 
 @attrs.frozen(kw_only=True)
 class Zero:
-    """zero_optimization: sharding and offload.  `plan=` names a field of `zpartition.ZeroPolicy`."""
+    """zero_optimization: sharding and offload.  `plan=` names a field of `ZeroPolicy`, or of `Offload`."""
 
     stage: int = setting(
         STAGE, 0, "0: no sharding; 1: optimizer states are sharded; 2: also gradients; 3: also weights"

@@ -27,7 +27,7 @@ PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class StaleIterationError(RuntimeError):
-    """The iteration was superseded by a newer one or by loading a position."""
+    """Iteration that was superseded by a newer one or by loading a position."""
 
 
 class Loader(ABC):
@@ -49,9 +49,7 @@ class Loader(ABC):
         self.post_process = None
         self._fetcher = fetcher
         self._active: object = None  # token of the iteration that may move the position
-        self.waiting: AbstractContextManager[None] = (
-            nullcontext()
-        )  # entered while waiting for a batch; set by telemetry
+        self.waiting: AbstractContextManager[None] = nullcontext()  # around the wait for a batch; set by telemetry
 
     def __iter__(self) -> Iterator[Any]:
         active = self._active = object()

@@ -28,17 +28,17 @@ class CurriculumLoader(Loader):
     def __init__(
         self, dataset: Any, order: CurriculumOrder, *, rank: int, num_epochs: int, fetcher: BatchFetcher
     ) -> None:
-        super().__init__(dataset, order.order.micro_batch_size, fetcher)
+        super().__init__(dataset, order.base.micro_batch_size, fetcher)
         self._order = order
         self._rank = rank
-        self._num_batches = num_epochs * order.order.num_samples // order.order.stride
+        self._num_batches = num_epochs * order.base.num_samples // order.base.stride
         self._position = Position()
         self._fetched: deque[Position] = deque()  # position after each batch that was fetched, not yet received
         self._last_step = 0  # step of the last batch that the loop received
 
     def fingerprint(self) -> list[str]:
         metrics = [f"metric {limit.name} {digest(limit.places)}" for limit in self._order.limits]
-        return [f"{self._order.order.num_samples} samples", *metrics]
+        return [f"{self._order.base.num_samples} samples", *metrics]
 
     def __len__(self) -> int:
         """Return the batches of one iteration."""
@@ -46,7 +46,7 @@ class CurriculumLoader(Loader):
 
     def epochs_done(self) -> float:
         """Return the passes over the data; a pass is shorter while fewer samples are admitted."""
-        return self._position.epoch + self._position.place / self._order.order.num_samples
+        return self._position.epoch + self._position.place / self._order.base.num_samples
 
     def set_custom_schedule(self, functions: Mapping[str, Callable[[int], int]] | Callable[[int], int]) -> None:
         """Set the functions of custom schedules, for batches not yet fetched."""
@@ -64,7 +64,7 @@ class CurriculumLoader(Loader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on every rank; `current_difficulties` belong to the last batch."""
-        order = self._order.order
+        order = self._order.base
         return {
             "seed": order.seed,
             **attrs.asdict(self._position),
@@ -76,26 +76,26 @@ class CurriculumLoader(Loader):
 
     def _open(self) -> Iterator[Any]:
         self._fetched.clear()
-        left = self._num_batches - self.consumed_samples // self._order.order.stride
-        return self._fetcher.fetch_batches(self.dataset, self._batch_indices(left), self._order.order.seed)
+        left = self._num_batches - self.consumed_samples // self._order.base.stride
+        return self._fetcher.fetch_batches(self.dataset, self._batch_indices(left), self._order.base.seed)
 
     def _batch_indices(self, count: int) -> Iterator[BatchIndices]:
-        position, permutations = self._position, Permutations(self._order.order)
-        micro = self._order.order.micro_batch_size
+        position, permutations = self._position, Permutations(self._order.base)
+        micro = self._order.base.micro_batch_size
         for _ in range(count):
             start = position
             indices, position = self._order.advance(start, permutations)
             self._fetched.append(position)
             mine = indices[self._rank * micro : (self._rank + 1) * micro]
-            begin = start.place * self._order.order.world_size + self._rank  # unique within a pass
+            begin = start.place * self._order.base.world_size + self._rank  # unique within a pass
             yield BatchIndices(epoch=start.epoch, begin=begin, indices=tuple(mine.tolist()))
 
     def _advance(self) -> None:
         self._last_step = self._position.step
         self._position = self._fetched.popleft()
         self.epoch = self._position.epoch
-        self.consumed_samples += self._order.order.stride
-        if self.consumed_samples // self._order.order.stride >= self._num_batches:
+        self.consumed_samples += self._order.base.stride
+        if self.consumed_samples // self._order.base.stride >= self._num_batches:
             self.consumed_samples = 0
 
     def _finish_epoch(self) -> None: ...
@@ -104,14 +104,14 @@ class CurriculumLoader(Loader):
         """Prepare the saved position and seed; with another batch size the order continues at the same sample."""
         names = ("seed", "epoch", "place", "step", "micro_step", "consumed_samples", "num_samples")
         seed, epoch, place, step, micro_step, consumed, num_samples = read_counts(state, *names)
-        if num_samples != self._order.order.num_samples:
+        if num_samples != self._order.base.num_samples:
             raise ValueError(
                 f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
-                f"has {self._order.order.num_samples}, so the position would mean another sample. Use the same "
+                f"has {self._order.base.num_samples}, so the position would mean another sample. Use the same "
                 "dataset"
             )
         check_below("place", place, num_samples, "samples of a pass")
-        order = attrs.evolve(self._order, order=attrs.evolve(self._order.order, seed=seed))
+        order = attrs.evolve(self._order, base=attrs.evolve(self._order.base, seed=seed))
         at = Position(epoch=epoch, place=place, step=step, micro_step=micro_step % order.accumulation)
 
         def move() -> None:

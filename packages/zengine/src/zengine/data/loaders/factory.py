@@ -85,7 +85,7 @@ class LoaderFactory:
         order = self._order(dataset, shuffle=True)
         for limit in limits:
             limit.index.check_covers(order.num_samples)
-        curriculum = CurriculumOrder(order=order, limits=limits, accumulation=self.accumulation)
+        curriculum = CurriculumOrder(base=order, limits=limits, accumulation=self.accumulation)
         return CurriculumLoader(dataset, curriculum, rank=self.rank, num_epochs=num_epochs, fetcher=self.fetcher)
 
     def packed(self, dataset: Any, lengths: NDArray[Any], packing: Packing) -> Loader:

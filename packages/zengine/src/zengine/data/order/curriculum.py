@@ -1,6 +1,6 @@
 """Curriculum order: the samples that each step may use, as pure arithmetic.
 
-    order = CurriculumOrder(order=Order(...), limits=(Limit(...),), accumulation=2)
+    order = CurriculumOrder(base=Order(...), limits=(Limit(...),), accumulation=2)
     indices, position = order.advance(position, permutations)
 
 A pass follows the plain order: one permutation from (seed, pass), the same at any rank and world size.  The
@@ -80,7 +80,7 @@ class Position:
 class CurriculumOrder:
     """Order of samples under limits, for all ranks together."""
 
-    order: Order
+    base: Order  # without limits
     limits: tuple[Limit, ...]
     accumulation: int  # micro-steps of a step; they share a difficulty
 
@@ -98,13 +98,13 @@ class CurriculumOrder:
         """
         counts = self._counts(start.step)
         parts: list[Indices] = []
-        missing, epoch, place = self.order.stride, start.epoch, start.place
+        missing, epoch, place = self.base.stride, start.epoch, start.place
         num_before_pass = -1 if place else missing  # `missing` when this pass began; -1: it began earlier
         while missing:
             found, place = self._find_admitted(permutations[epoch], place, missing, counts)
             parts.append(found)
             missing -= len(found)
-            if place < self.order.num_samples:
+            if place < self.base.num_samples:
                 continue
             if missing == num_before_pass:
                 raise self._no_sample_error(start.step)
@@ -117,7 +117,7 @@ class CurriculumOrder:
         """Return the limits that exclude samples, with their counts."""
         difficulties = self.difficulties(step)
         counts = [(limit, limit.count(difficulties[limit.name])) for limit in self.limits]
-        return [(limit, count) for limit, count in counts if count < self.order.num_samples]
+        return [(limit, count) for limit, count in counts if count < self.base.num_samples]
 
     def _find_admitted(
         self, permutation: Indices, place: int, wanted: int, counts: list[tuple[Limit, int]]

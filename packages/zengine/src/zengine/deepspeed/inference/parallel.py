@@ -67,7 +67,7 @@ def read_parallelism(given: Mapping[str, Any]) -> Parallelism | list[Problem]:
     sizes = _sizes_by_key(given, ("tensor_parallel", "tp"), "mp_size", tensor, "tp_size")
     expert_sizes = _sizes_by_key(given, ("moe",), "ep_size", moe, "ep_size")
     problems = [*_check_equal(sizes), *_check_equal(expert_sizes)]
-    problems += [problem for said in _alternatives(given, tensor, moe) for problem in _check_equal(said)]
+    problems += [problem for values in _alternatives(given, tensor, moe) for problem in _check_equal(values)]
     if problems:
         return problems
     return Parallelism(
@@ -118,23 +118,24 @@ def _alternatives(
     groups = {"tensor_parallel.tp_group": tensor.get("tp_group"), "tensor_parallel.mpu": tensor.get("mpu")}
     experts = {"moe.moe_experts": moe.get("moe_experts"), "moe.num_experts": moe.get("num_experts")}
     plans = {"tensor_parallel.partition_config": tensor.get("partition_config")}
-    for said in (
+    for values in (
         {key: given.get(key) for key in ("tensor_parallel", "tp")},
         {**groups, "mpu": given.get("mpu")},
         {**plans, "injection_policy": _policy(given.get("injection_policy"))},
         {"moe.ep_group": _first_group(moe.get("ep_group")), "ep_group": _first_group(given.get("ep_group"))},
         {key: _counts(value) for key, value in {**experts, "moe_experts": given.get("moe_experts")}.items()},
     ):
-        yield {key: value for key, value in said.items() if value}
+        yield {key: value for key, value in values.items() if value}
 
 
-def _check_equal(said: Mapping[str, Any]) -> Iterator[Problem]:
-    values = list(said.values())
-    if any(value != values[0] for value in values):
-        are_sizes = all(isinstance(value, int) for value in values)
-        names = " and ".join(f"{key} = {value}" if are_sizes else key for key, value in said.items())
+def _check_equal(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem if the values, by key, differ."""
+    found = list(values.values())
+    if any(value != found[0] for value in found):
+        are_sizes = all(isinstance(value, int) for value in found)
+        names = " and ".join(f"{key} = {value}" if are_sizes else key for key, value in values.items())
         reason = f"{names} differ" if are_sizes else f"{names} are both given"
-        yield Problem(key=next(iter(said)), reason=reason, suggestion="Keep one of them.")
+        yield Problem(key=next(iter(values)), reason=reason, suggestion="Keep one of them.")
 
 
 def _first(sizes: Mapping[str, int]) -> str:

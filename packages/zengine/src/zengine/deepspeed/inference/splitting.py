@@ -148,10 +148,10 @@ def _pending(group_spec: ParallelGroup, cells: Sequence[zpartition.ModelParallel
         return group_spec
     given = _given_group(group_spec)
     first = get_rank() // max(group_spec.size, 1) * group_spec.size
-    asked = list(range(first, first + group_spec.size)) if given is None else _ranks(given)
-    if done != asked:
+    wanted = list(range(first, first + group_spec.size)) if given is None else _ranks(given)
+    if done != wanted:
         raise ValueError(
-            f"the model's {what} are already split over ranks {done}, and the config asks for ranks {asked}: a "
+            f"the model's {what} are already split over ranks {done}, and the config asks for ranks {wanted}: a "
             "model can be split once. Remove the sizes to use it as it is, or pass a whole model."
         )
     log.warning("init_inference: the model's %s are already split over ranks %s and stay so", what, done)

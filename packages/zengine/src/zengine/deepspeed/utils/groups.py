@@ -60,7 +60,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 def use(engine: Engine) -> None:
     """Return the groups of `engine` from now on, while it is alive."""
-    globals()["_newest"] = weakref.ref(engine)
+    globals()["_latest_engine"] = weakref.ref(engine)
 
 
 def _groups() -> Any:

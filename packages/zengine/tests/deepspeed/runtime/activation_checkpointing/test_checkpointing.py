@@ -17,7 +17,7 @@ from zengine.deepspeed import checkpointing
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    monkeypatch.setattr(checkpointing, "_present", type(checkpointing._present)())
+    monkeypatch.setattr(checkpointing, "_current", type(checkpointing._current)())
 
 
 def gradient(run) -> tuple[torch.Tensor, int]:
@@ -80,7 +80,7 @@ def test_a_reset_frees_memory_and_keeps_the_settings():
     arenas = []
     for _ in range(2):
         assert torch.equal(gradient(checkpointing.checkpoint)[0], plain)
-        (made,) = checkpointing._present.made.values()
+        (made,) = checkpointing._current.instances.values()
         arenas.append(made.saved_inputs.store)
         checkpointing.reset()
     assert arenas[0] is not arenas[1]
@@ -129,7 +129,7 @@ def _over_tensor_ranks() -> list[object]:
     checkpointing.model_parallel_reconfigure_tp_seed(5)
     with tracker.fork():
         again = torch.rand(1).item()
-    checkpointing._present = type(checkpointing._present)()
+    checkpointing._current = type(checkpointing._current)()
     return [*drawn, again, sum(record.label == "activations" for record in log)]
 
 

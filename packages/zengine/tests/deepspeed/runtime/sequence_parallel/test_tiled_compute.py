@@ -82,5 +82,5 @@ def test_mistakes_are_told() -> None:
         sequence_tiled_compute(lambda h: h, 5, 2, {"h": x}, {}, "h")
     with pytest.raises(ValueError, match="output_reduction='max'"):
         sequence_tiled_compute(lambda h: h, 6, 2, {"h": x}, {}, "h", output_reduction="max")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"\[2, 6, 4\], \[2, 5\]: \(batch, tokens"):
+    with pytest.raises(ValueError, match=r"\[2, 6, 4\], \[2, 5\]: they must be \(batch, tokens"):
         TiledFusedLogitsLoss.apply(loss, model, x, y, None, 2)

@@ -88,7 +88,7 @@ def configure(
     Raises:
         ConfigError: the section is malformed, or settings conflict.
     """
-    asked = {
+    given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
@@ -96,7 +96,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    section = {**_section(deepspeed_config), **{name: value for name, value in asked.items() if value is not None}}
+    section = {**_section(deepspeed_config), **{name: value for name, value in given.items() if value is not None}}
     settings = _validated(section)
     mp_group, rank = (_current.mp_group, _current.tensor_rank) if mpu_ is None else _tensor_ranks(mpu_)
     _current.set(settings, mp_group)

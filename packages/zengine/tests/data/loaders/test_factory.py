@@ -1,4 +1,4 @@
-"""A feed and its loaders; each loader has tests of its own."""
+"""Loader factory; each loader has tests of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zengine.data import FixedDiscrete, Limit, LoaderFactory, MetricError, Metri
 from zengine.data.loaders.factory import is_indexed, make_fetcher
 from zengine.data.order.curriculum import DifficultyType
 
-FEED = LoaderFactory(micro_batch_size=2)
+FACTORY = LoaderFactory(micro_batch_size=2)
 
 
 class Stream(IterableDataset):
@@ -20,20 +20,20 @@ class Stream(IterableDataset):
 
 
 def test_each_kind_of_data_gets_its_loader():
-    assert isinstance(FEED.plain(Stream()), StreamLoader)
-    assert [batch.tolist() for batch in FEED.plain([1, 2, 3, 4], shuffle=False)] == [[1, 2], [3, 4]]
+    assert isinstance(FACTORY.plain(Stream()), StreamLoader)
+    assert [batch.tolist() for batch in FACTORY.plain([1, 2, 3, 4], shuffle=False)] == [[1, 2], [3, 4]]
 
 
 def test_what_does_not_belong_together_is_refused():
     limit = Limit.make(FixedDiscrete(difficulties=(1,), until=()), DifficultyType.VALUE, MetricIndex.of([1, 2, 3]))
     with pytest.raises(MetricError, match="3 samples and the dataset 4"):
-        FEED.curriculum([1, 2, 3, 4], (limit,))
+        FACTORY.curriculum([1, 2, 3, 4], (limit,))
     with pytest.raises(MetricError, match=r"lengths has shape \(3,\); a dataset of 4 samples needs \(4,\)"):
-        FEED.packed([1, 2, 3, 4], np.ones(3, dtype=np.int64), Packing(max_tokens=4))
+        FACTORY.packed([1, 2, 3, 4], np.ones(3, dtype=np.int64), Packing(max_tokens=4))
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.0"):
         LoaderFactory(micro_batch_size=1, rank=1)
     with pytest.raises(TypeError, match="of a dict of splits, pass one split"):
-        FEED.plain({"train": [1]})
+        FACTORY.plain({"train": [1]})
 
 
 def test_only_sequences_are_indexed():
