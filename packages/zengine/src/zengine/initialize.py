@@ -75,8 +75,8 @@ def initialize(
             config's section, with a warning.
         model_parameters: parameters or groups of the optimizer; default: every parameter that requires a gradient.
         training_data: a dataset; the returned dataloader shards and shuffles it, and its position is saved.
-        lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.  The name of
-            a schedule belongs into the config's section "scheduler".
+        lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.  A name
+            belongs into the config's section "scheduler".
         distributed_port: port of the rendezvous if the environment sets none.
         mpu: an object with `get_data_parallel_group()`, and `get_model_parallel_group()` (or a newer name of
             Megatron's) if layers are split: by the config, or by the model's code, which marks its parameters.
@@ -93,7 +93,6 @@ def initialize(
     """
     with gc_paused():
         import torch
-        from torch import nn
 
         from zengine.build.assemble import Client
         from zengine.build.groups import process_layout
@@ -102,9 +101,7 @@ def initialize(
         from zengine.engine.module_attributes import warning_of_collisions
     args, model, config = by_position(args, model, config)
     source = pick_config(args, config, config_params)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
-    _check_objects(optimizer, lr_scheduler)
+    model = _check_objects(model, optimizer, lr_scheduler)
     settings = load(source)
     if not torch.distributed.is_initialized():  # check every rule before ranks depend on each other
         _check_plan(settings, model, training_data)
@@ -136,7 +133,7 @@ def make_engine(
         from zengine.config.plan.fit_model import adapt_to_model
         from zengine.deepspeed_engine import DeepSpeedEngine
         from zengine.engine.optimizer_calls import OptimizerCalls
-        from zengine.features import LoaderMarks
+        from zengine.features.builtin import LoaderMarks
     plan, notice = adapt_to_model(fit_plan(model, plan), dtypes_of(model))
     _warn(world, notice)
     parts = assemble(model, client, plan, world, groups)
@@ -193,8 +190,8 @@ def by_position(args: Any, model: Any, config: Any) -> tuple[Any, Any, Any]:
     if model is not None and not isinstance(model, (str, os.PathLike, Mapping)):
         raise TypeError(
             f"initialize({type(args).__name__}, {type(model).__name__}): the first two arguments are args and model, "
-            "as in DeepSpeed; initialize(model, config) works, too, with a path, a dict or JSON text. Name the others: "
-            "initialize(model=model, optimizer=optimizer, config=config)."
+            "as in DeepSpeed; initialize(model, config) works, too, with a path, a dict or JSON text. Name the "
+            "others: initialize(model=model, optimizer=optimizer, config=config)."
         )
     if model is not None and config is not None:
         raise _config_error(
@@ -204,17 +201,26 @@ def by_position(args: Any, model: Any, config: Any) -> tuple[Any, Any, Any]:
     return None, args, model if config is None else config
 
 
-def _check_objects(optimizer: object, lr_scheduler: object) -> None:
-    """Raise TypeError for an optimizer or a schedule that is neither an object nor a function, such as a name."""
+def _check_objects(model: object, optimizer: object, lr_scheduler: object) -> nn.Module:
+    """Return the model.
+
+    Raises:
+        TypeError: it is no module; or the optimizer or the schedule is neither an object nor a function, but a name.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
     accepted = {
-        "optimizer": "a torch.optim.Optimizer, or a function parameters -> optimizer; or leave it out and describe it "
-        'in the config, as "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
-        "lr_scheduler": "a schedule such as torch's, or a function optimizer -> schedule; or leave it out and describe "
-        'it in the config, as "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10000}}',
+        "optimizer": "a torch.optim.Optimizer, or a function parameters -> optimizer; or leave it out and describe "
+        'it in the config, as "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
+        "lr_scheduler": "a schedule such as torch's, or a function optimizer -> schedule; or leave it out and "
+        'describe it in the config, as "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10000}}',
     }
     for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if given is not None and not callable(given) and not hasattr(given, "step"):
             raise TypeError(f"initialize({name}={_short(given)}): pass {accepted[name]}.")
+    return model
 
 
 # -- the config ----------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ def _problems_of_stages(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
         )
     if model.is_compiled and (plan.parallel.degrees.tensor > 1 or plan.parallel.degrees.expert > 1):
         yield Problem(
-            reason="the PipelineModule is compiled, and its layers would be split over ranks, with communication that "
-            "a graph cannot contain",
+            reason="the PipelineModule is compiled, and its layers would be split over ranks, which then communicate "
+            "inside a graph",
             suggestion="Call engine.compile() instead of PipelineModule.compile(): it leaves such layers out.",
         )
     yield from _problems_of_schedule(model, plan)

@@ -55,8 +55,8 @@ __all__ = ["Checkpoints"]
 NOTHING_LOADED = "nothing was loaded"
 UNFINISHED = (
     "save_checkpoint() %s: gradients of the unfinished step are not saved. The checkpoint has the weights and the "
-    "optimizer state after step %d, and a run that resumes begins the next step again, with the same data if they come "
-    "from the engine's loader. To save without this, call it after a step() that returned a report."
+    "optimizer state after step %d, and a run that resumes begins the next step again; the engine's loader yields "
+    "the same batches again. To save whole steps, call it after a step() that returned a report."
 )
 
 log = logging.getLogger("zengine")
@@ -266,5 +266,5 @@ def _rank_objects(run: Run) -> dict[str, Any]:
 def _position(run: Run) -> dict[str, Any]:
     """Return the loader's position: the present one, or in an unfinished step that of the last boundary."""
     loader = run.parts.loader
-    found: dict[str, Any] = loader.state_dict() if run.clock.is_between_steps else loader.marked
-    return found
+    marked: dict[str, Any] = {} if run.clock.is_between_steps else loader.marked
+    return marked or loader.state_dict()

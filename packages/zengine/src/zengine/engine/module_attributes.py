@@ -39,7 +39,8 @@ def lookup(engine: nn.Module, name: str) -> Any:
             f"neither the engine nor its module ({type(engine.module).__name__}) has an attribute {name!r}"
         ) from error
     if isinstance(value, types.MethodType) and value.__self__ is engine.module:
-        return engine.parts.partition.method(value)
+        parts: Any = engine.parts
+        return parts.partition.method(value)
     return value
 
 

@@ -5,7 +5,7 @@ tensors of a step, and saves its own state.
 """
 
 from zengine.engine.feature import Feature
-from zengine.features.builtin import BackgroundSaves, Balancing, DumpState, LoaderMarks, PythonGC, Unfreezing
+from zengine.features.builtin import BackgroundSaves, Balancing, DumpState, PythonGC, Unfreezing
 from zengine.features.curriculum import SampleDifficulty, SeqlenCurriculum
 from zengine.features.dynamic_batching import DynamicBatching
 from zengine.features.measuring import LayerNorms, Measuring
@@ -21,7 +21,6 @@ __all__ = [
     "DynamicBatching",
     "Feature",
     "LayerNorms",
-    "LoaderMarks",
     "Measuring",
     "PythonGC",
     "RandomLtd",

@@ -76,7 +76,6 @@ class LoaderMarks(Feature):
 
     def attach(self, run: Run) -> None:
         self.loader = run.parts.loader
-        self.loader.mark()
 
     def step_end(self, report: StepReport) -> None:
         self.loader.mark()

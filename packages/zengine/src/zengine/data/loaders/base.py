@@ -37,7 +37,7 @@ class Loader(ABC):
     batch_size: int  # samples of this rank in a batch: the micro-batch size
     epoch: int  # passes completed
     consumed_samples: int  # samples of this epoch that all ranks together have received
-    marked: dict[str, Any]  # `state_dict` at the last `mark`, or the loaded one
+    marked: dict[str, Any]  # `state_dict` at the last `mark`, load or first iteration; {} before
     post_process: PostProcess | None  # (batch, position after it) -> what the loop receives; None: the batch
 
     def __init__(self, dataset: Any, batch_size: int, fetcher: BatchFetcher) -> None:
@@ -53,6 +53,7 @@ class Loader(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         active = self._active = object()
+        self.marked = self.marked or self.state_dict()
         batches = self._open()
         while True:
             if self._active is not active:
@@ -74,8 +75,9 @@ class Loader(ABC):
         return self._fetcher.collate_fn
 
     def mark(self) -> None:
-        """Note the position of a step's end, for a save within the next step."""
-        self.marked = self.state_dict()
+        """Note the position at the end of a step, for a save within the next step."""
+        if self.marked:
+            self.marked = self.state_dict()
 
     def set_accumulation(self, accumulation: int) -> None:  # noqa: B027 - the identity by default
         """Set the micro-steps per step, for loaders whose batches depend on the step."""
