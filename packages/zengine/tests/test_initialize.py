@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import zengine
+import zengine.deepspeed
 import zpartition
 from zcomm.testing import run_ranks
 
@@ -114,6 +117,100 @@ def test_the_same_model_cannot_have_two_engines_until_the_first_is_closed():
 def test_a_model_is_needed():
     with pytest.raises(TypeError, match=r"needs model=, a torch.nn.Module; got NoneType"):
         zengine.initialize(config={"train_batch_size": 1})
+
+
+CONFIG = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+@pytest.mark.parametrize("start", [zengine.initialize, zengine.deepspeed.initialize])
+@pytest.mark.parametrize("form", ["dict", "text", "path", "keyword"])
+def test_model_and_config_may_be_given_by_position(start, form, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    config = {"dict": CONFIG, "text": json.dumps(CONFIG), "path": tmp_path / "ds.json"}.get(form)
+    model, plain = Net(), Net()
+    engine = start(model, config)[0] if config is not None else start(model, config=CONFIG)[0]
+    assert engine.module is model
+    report = one_step(engine)
+    plain(torch.ones(2, 3)).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert report.applied
+    torch.testing.assert_close(engine.state_dict(), plain.state_dict())
+
+
+def test_other_arguments_by_position_say_how_to_call():
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with pytest.raises(
+        TypeError, match=r"initialize\(Net, SGD\): the first two arguments are args and model.*config="
+    ):
+        zengine.initialize(Net(), optimizer, config=CONFIG)
+    with pytest.raises(zengine.ConfigError, match=r"given 2 times \(the second argument is"):
+        zengine.initialize(Net(), CONFIG, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"lr_scheduler": "cosine"}, r"initialize\(lr_scheduler='cosine'\): pass a schedule.*\"WarmupCosineLR\""),
+        ({"optimizer": "adamw"}, r"initialize\(optimizer='adamw'\): pass a torch.optim.Optimizer.*\"AdamW\""),
+    ],
+)
+def test_the_name_of_an_optimizer_or_a_schedule_is_an_error_at_once(monkeypatch, argument, message):
+    monkeypatch.setattr("zcomm.init", lambda: pytest.fail("a process group was asked for"))
+    with pytest.raises(TypeError, match=message):
+        zengine.initialize(model=Net(), config=CONFIG, **argument)
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps of a fixed size; its groups have no learning rate."""
+
+    elementwise = True
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"size": 0.25})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= group["size"] * param.grad.sign()
+
+
+def _without_lr() -> int:
+    for stage in range(4):
+        engine, optimizer, _, _ = zengine.initialize(
+            model=Net(),
+            optimizer=Signs,
+            config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}},
+        )
+        plain = Net()
+        signs = Signs(plain.parameters())
+        for _ in range(3):
+            assert one_step(engine).lr == (0.0,)
+            plain(torch.ones(2, 3)).backward()
+            signs.step()
+            signs.zero_grad()
+        torch.testing.assert_close(engine.state_dict(), plain.state_dict())
+        assert engine.get_lr() == [0.0]
+        with pytest.raises(ValueError, match=r"Signs has no learning rate in its parameter groups \[0\]"):
+            engine.set_lr(0.1)
+        assert "lr" not in optimizer.param_groups[0]
+        engine.close()
+    return 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_without_a_learning_rate_trains(world_size):
+    assert run_ranks(_without_lr, world_size) == [4] * world_size
+
+
+def test_the_model_is_on_the_device_and_no_argument_leaves_it_elsewhere():
+    model = Net()
+    engine = zengine.initialize(model=model, config={"train_batch_size": 2})[0]
+    assert {param.device for param in model.parameters()} == {engine.device}
+    with pytest.raises(TypeError, match="dont_change_device"):  # an argument of DeepSpeed's class, not of initialize
+        zengine.deepspeed.initialize(model=Net(), config=CONFIG, dont_change_device=True)
 
 
 def test_dist_init_required_false_wants_a_group(monkeypatch):

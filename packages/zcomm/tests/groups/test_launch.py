@@ -44,6 +44,11 @@ ROWS = {
         {**TORCHRUN, "LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "2"},
         Launch(5, 8, 1, 2, "node0", 4321, "torchrun"),
     ),
+    "LOCAL_SIZE of an outer launch of more processes": (
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "8"},
+        Launch(0, 1, 0, 1, "127.0.0.1", 29500, "torchrun"),
+    ),
+    "LOCAL_SIZE alone": ({"LOCAL_SIZE": "8"}, Launch(0, 1, 0, 1, "127.0.0.1", 29500, "single")),
     "one torchrun rank needs no address": (
         {"RANK": "0", "WORLD_SIZE": "1"},
         Launch(0, 1, 0, 1, "127.0.0.1", 29500, "torchrun"),

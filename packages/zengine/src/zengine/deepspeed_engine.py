@@ -218,7 +218,7 @@ class DeepSpeedEngine(Engine):
     )
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
+        """Return the learning rate of each parameter group; 0 for a group without one."""
         return list(self.parts.optimizer.lr())
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
@@ -227,7 +227,7 @@ class DeepSpeedEngine(Engine):
         lr: one rate for all parameter groups, or a list with a rate for each, as `get_lr` returns it.
 
         Raises:
-            ValueError: the list has another length than the parameter groups.
+            ValueError: the list has another length than the parameter groups, or the optimizer has no learning rate.
         """
         groups = self._groups()
         rates = list(lr) if isinstance(lr, (list, tuple)) else [lr] * len(groups)
@@ -235,6 +235,10 @@ class DeepSpeedEngine(Engine):
             raise ValueError(
                 f"set_lr() got {len(rates)} learning rates and the optimizer has {len(groups)} parameter groups: "
                 "give one rate per group, or a single number for all groups"
+            )
+        if without := [index for index, group in enumerate(groups) if "lr" not in group]:
+            raise ValueError(
+                f"set_lr(): {type(self.optimizer).__name__} has no learning rate in its parameter groups {without}"
             )
         for group, rate in zip(groups, rates):
             group["lr"] = rate

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zengine.imports import gc_paused, is_pipeline
@@ -32,7 +32,15 @@ if TYPE_CHECKING:
     from zengine.config import Config, ConfigError, Facts, Plan
     from zengine.deepspeed_engine import DeepSpeedEngine
 
-__all__ = ["FASTER_BY", "add_config_arguments", "bf16_is_faster", "initialize", "make_engine", "pick_config"]
+__all__ = [
+    "FASTER_BY",
+    "add_config_arguments",
+    "bf16_is_faster",
+    "by_position",
+    "initialize",
+    "make_engine",
+    "pick_config",
+]
 
 log = logging.getLogger("zengine")
 
@@ -58,6 +66,8 @@ def initialize(
 ) -> Initialized:
     """Prepare `model` for training by `config`; return (engine, optimizer, dataloader, lr_scheduler).
 
+    `initialize(model, config)` works, too, although DeepSpeed's first argument is `args`.
+
     Args:
         args: may carry the config's path as `args.deepspeed_config`.
         model: any module; it is moved to the device, cast and partitioned in place.
@@ -65,7 +75,8 @@ def initialize(
             config's section, with a warning.
         model_parameters: parameters or groups of the optimizer; default: every parameter that requires a gradient.
         training_data: a dataset; the returned dataloader shards and shuffles it, and its position is saved.
-        lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.
+        lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.  A name
+            belongs into the config's section "scheduler".
         distributed_port: port of the rendezvous if the environment sets none.
         mpu: an object with `get_data_parallel_group()`, and `get_model_parallel_group()` (or a newer name of
             Megatron's) if layers are split: by the config, or by the model's code, which marks its parameters.
@@ -82,16 +93,15 @@ def initialize(
     """
     with gc_paused():
         import torch
-        from torch import nn
 
         from zengine.build.assemble import Client
         from zengine.build.groups import process_layout
         from zengine.build.mpu import groups_for_model
         from zengine.config import load, resolve
         from zengine.engine.module_attributes import warning_of_collisions
+    args, model, config = by_position(args, model, config)
     source = pick_config(args, config, config_params)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
+    model = _check_objects(model, optimizer, lr_scheduler)
     settings = load(source)
     if not torch.distributed.is_initialized():  # check every rule before ranks depend on each other
         _check_plan(settings, model, training_data)
@@ -123,6 +133,7 @@ def make_engine(
         from zengine.config.plan.fit_model import adapt_to_model
         from zengine.deepspeed_engine import DeepSpeedEngine
         from zengine.engine.optimizer_calls import OptimizerCalls
+        from zengine.features.builtin import LoaderMarks
     plan, notice = adapt_to_model(fit_plan(model, plan), dtypes_of(model))
     _warn(world, notice)
     parts = assemble(model, client, plan, world, groups)
@@ -138,6 +149,8 @@ def make_engine(
             engine.add_feature(
                 OptimizerCalls(parts.optimizer.scaled, engine._optimizer_step, engine._optimizer_zero_grad)
             )
+        if parts.loader is not None:
+            engine.add_feature(LoaderMarks())
         for feature in make_features(plan, parts.partition, pipeline):
             engine.add_feature(feature)
     except BaseException:
@@ -158,6 +171,56 @@ def _log_notices(plan: Plan, world: zcomm.World) -> None:
         log.setLevel(plan.log_level.upper())
     for notice in plan.notices:
         _warn(world, notice)
+
+
+# -- the arguments -------------------------------------------------------------------------------
+
+
+def by_position(args: Any, model: Any, config: Any) -> tuple[Any, Any, Any]:
+    """Return (args, model, config) of a call that may be `initialize(model, config)`.
+
+    Raises:
+        TypeError: the second argument is neither a config nor left out.
+        ConfigError: the config is given twice.
+    """
+    from torch import nn
+
+    if not isinstance(args, nn.Module):
+        return args, model, config
+    if model is not None and not isinstance(model, (str, os.PathLike, Mapping)):
+        raise TypeError(
+            f"initialize({type(args).__name__}, {type(model).__name__}): the first two arguments are args and model, "
+            "as in DeepSpeed; initialize(model, config) works, too, with a path, a dict or JSON text. Name the "
+            "others: initialize(model=model, optimizer=optimizer, config=config)."
+        )
+    if model is not None and config is not None:
+        raise _config_error(
+            f"the config was given 2 times (the second argument is {_short(model)}, config= is {_short(config)})",
+            "Keep one of them.",
+        )
+    return None, args, model if config is None else config
+
+
+def _check_objects(model: object, optimizer: object, lr_scheduler: object) -> nn.Module:
+    """Return the model.
+
+    Raises:
+        TypeError: it is no module; or the optimizer or the schedule is neither an object nor a function, but a name.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
+    accepted = {
+        "optimizer": "a torch.optim.Optimizer, or a function parameters -> optimizer; or leave it out and describe "
+        'it in the config, as "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
+        "lr_scheduler": "a schedule such as torch's, or a function optimizer -> schedule; or leave it out and "
+        'describe it in the config, as "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10000}}',
+    }
+    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if given is not None and not callable(given) and not hasattr(given, "step"):
+            raise TypeError(f"initialize({name}={_short(given)}): pass {accepted[name]}.")
+    return model
 
 
 # -- the config ----------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import zcomm
 import zengine
 from zcomm.testing import end_ranks, run_ranks
 from zengine.build.compile import blocks_of
+from zengine.build.pipeline import check_pipeline
+from zengine.config import Facts, load, resolve
 from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.tensor import Column, Row, Rule, TensorPlan, parallelize
 from zpartition.testing import expert_models as experts
@@ -194,6 +196,43 @@ def test_what_is_split_compiles_to_what_it_was() -> None:
             assert ("layer_norm" if number == 2 else "tanh") in graphs
             assert ("linear" in graphs) == (number == 0)  # a split layer is in no graph, nor are a router and experts
     end_ranks()
+
+
+def compiled_before(schedule: str) -> tuple[list[float], bool]:
+    torch.manual_seed(0)
+    layers = [LayerSpec(Block), torch.sigmoid, LayerSpec(Block), LayerSpec(Block)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    graphs: list[list[str]] = []
+    if schedule:
+        model.compile(backend=noting(graphs))
+    given = config(gradient_accumulation_steps=2, zero_optimization={"stage": 3})
+    with zengine.initialize(model=model, config={**given, "pipeline": {"schedule": schedule or "1f1b"}})[0] as engine:
+        batch = (torch.ones(2, 4), torch.zeros(2, 4))
+        found = [engine.train_batch(iter([batch, batch])).item() for _ in range(3)]
+        if schedule:
+            with pytest.raises(ValueError, match="compiled already"):
+                engine.compile()
+    return found, "tanh" in str(graphs)
+
+
+def compiled_before_and_not() -> None:
+    plain, compiled = compiled_before(""), compiled_before("1f1b")
+    assert (plain[0], plain[1], compiled[1]) == (compiled[0], False, True)
+    with pytest.raises(zengine.ConfigError, match=r"a compiled layer has one backward"):
+        compiled_before("zero_bubble")
+
+
+def test_a_pipeline_module_compiles_its_layers_before_an_engine_has_it() -> None:
+    run_ranks(compiled_before_and_not, 2)
+    end_ranks()
+
+
+def test_a_compiled_pipeline_module_is_not_split_over_tensor_ranks() -> None:
+    model = PipelineModule([LayerSpec(Block) for _ in range(2)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    model.compile(backend="eager")
+    plan = resolve(load(config(tensor_parallel={"autotp_size": 2})), Facts(world_size=2, replicas=2))
+    with pytest.raises(zengine.ConfigError, match=r"Call engine\.compile\(\) instead"):
+        check_pipeline(model, plan)
 
 
 def refused() -> str:

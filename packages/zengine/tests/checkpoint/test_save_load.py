@@ -32,14 +32,6 @@ def one_step(engine: zengine.Engine) -> zengine.Engine:
     return engine
 
 
-def test_gradients_of_an_unfinished_step_are_not_lost_silently(tmp_path):
-    engine = make(gradient_accumulation_steps=2)
-    engine.backward(engine(torch.ones(2, 3)).mean())
-    engine.step()
-    with pytest.raises(ValueError, match="legal between steps; micro-step 2 of 2 of step 0 is running"):
-        engine.save_checkpoint(tmp_path)
-
-
 def test_client_state_that_is_no_data_is_refused_with_its_place(tmp_path):
     with pytest.raises(TypeError, match=r"client_state\.best is a object"):
         make().save_checkpoint(tmp_path, client_state={"best": object()})

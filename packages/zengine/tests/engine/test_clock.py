@@ -35,9 +35,12 @@ def test_the_boundary_is_decided_when_backward_begins():
     [
         (
             lambda c: c.end_micro_step(),
-            r"step\(\) called in phase IDLE; legal here: forward\(\). \(micro-step 1 of 2, step 0\)",
+            r"step\(\) called in phase IDLE; legal here: forward\(\), backward\(\). \(micro-step 1 of 2, step 0\)",
         ),
-        (lambda c: c.backward().__enter__(), r"backward\(\) called in phase IDLE; legal here: forward\(\)"),
+        (
+            lambda c: c.close() or c.backward().__enter__(),
+            r"backward\(\) called in phase CLOSED; legal here: nothing",
+        ),
     ],
 )
 def test_calls_in_a_wrong_order_say_what_is_legal_and_where_we_are(call, message):
@@ -50,6 +53,27 @@ def test_step_after_forward_without_backward_is_refused():
     clock.forward(with_grad=True)
     with pytest.raises(CallOrderError, match=r"phase FORWARD; legal here: forward\(\), backward\(\)"):
         clock.end_micro_step()
+
+
+def test_a_backward_without_a_forward_begins_a_micro_step():
+    clock = Clock(accumulation=2, samples_per_micro_step=1)
+    for index in (0, 1):
+        for is_first in (index == 0, False):
+            with clock.backward() as micro:
+                assert (micro.index, micro.is_first, micro.is_last) == (index, is_first, index == 1)
+        assert clock.end_micro_step().is_last == (index == 1)
+    clock.end_step(applied=True)
+    assert (clock.steps, clock.micro_steps, clock.samples) == (1, 2, 2)
+
+
+def test_where_the_caller_sets_the_boundary_each_backward_without_a_forward_is_a_micro_step():
+    clock = Clock(accumulation=3, samples_per_micro_step=5, boundary=Boundary.FORCED)
+    for _ in range(3):
+        with clock.backward():
+            pass
+    clock.end_micro_step()
+    clock.end_step(applied=True)
+    assert (clock.micro_steps, clock.samples) == (3, 15)
 
 
 def test_nothing_is_legal_after_close():

@@ -94,7 +94,7 @@ def scaled(engine: Any, optimizer: Any, accumulation: int) -> None:
 
 
 def plain_backward(engine: Any, optimizer: Any, accumulation: int) -> None:
-    for index in range(STEPS):
+    for index in range(STEPS * accumulation):
         optimizer.zero_grad()
         engine(rank_batch(index)).backward()
         optimizer.step()
@@ -102,7 +102,7 @@ def plain_backward(engine: Any, optimizer: Any, accumulation: int) -> None:
 
 def past_the_engine(engine: Any, optimizer: Any, accumulation: int) -> None:
     """With the model that was given to `initialize`, as if nothing had happened to it."""
-    for index in range(STEPS):
+    for index in range(STEPS * accumulation):
         optimizer.zero_grad()
         engine.module(rank_batch(index)).backward()
         optimizer.step()
@@ -114,14 +114,15 @@ LOOPS: tuple[Callable[[Any, Any, int], None], ...] = (
     gradients_dropped_first,
     with_a_closure,
     scaled,
+    plain_backward,
+    past_the_engine,
 )
 
 
 def _equal_plain_torch(accumulation: int) -> int:
     wanted, count = plain_weights(accumulation), 0
-    loops = LOOPS if accumulation > 1 else (*LOOPS, plain_backward, past_the_engine)
     for stage in (0, 1, 2, 3):
-        for loop in loops:
+        for loop in LOOPS:
             engine, optimizer, _, _ = initialize(
                 gradient_accumulation_steps=accumulation, zero_optimization={"stage": stage}
             )
@@ -137,8 +138,7 @@ def _equal_plain_torch(accumulation: int) -> int:
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_torch_style_loop_equals_plain_torch_at_every_stage(world_size, accumulation):
-    wanted = 4 * (len(LOOPS) + 2 * (accumulation == 1))
-    assert run_ranks(_equal_plain_torch, world_size, accumulation) == [wanted] * world_size
+    assert run_ranks(_equal_plain_torch, world_size, accumulation) == [4 * len(LOOPS)] * world_size
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,17 @@ def test_a_step_after_neither_one_nor_all_micro_steps_is_told_how_many_the_confi
     engine.backward(engine(rank_batch(2)))
     optimizer.step()  # nothing was lost
     assert engine.applied_steps == 1
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["plain", "past"])
+def test_a_step_after_backwards_that_may_be_any_number_of_micro_steps_raises(past):
+    engine, optimizer, _, _ = initialize(gradient_accumulation_steps=2)
+    for index in range(2):
+        loss = engine.module(rank_batch(index)) if past else engine(rank_batch(index))
+        engine.backward(loss) if past else loss.backward()
+    with pytest.raises(CallOrderError, match=r"after 2 .*whose micro-steps it cannot count: call engine.step\(\)"):
+        optimizer.step()
+    assert engine.step() is None  # counts them as one
 
 
 def test_several_losses_of_one_forward_are_one_micro_step():

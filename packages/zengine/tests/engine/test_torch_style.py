@@ -35,6 +35,7 @@ def _styles_agree() -> int:
     for config in configs:
         _same(config, "plain")
         _same({**config, "gradient_accumulation_steps": 2}, "scale")
+        _same({**config, "gradient_accumulation_steps": 2}, "plain")  # halves are exact
     for stage in (0, 2, 3):
         _same({"fp16": {"enabled": True, "initial_scale_power": 6}, "zero_optimization": {"stage": stage}}, "scale")
     _same({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "scale")
@@ -108,12 +109,8 @@ def test_a_plain_backward_and_one_of_the_engine_make_a_step_whose_loss_is_not_kn
 @pytest.mark.parametrize(
     ("config", "missing"),
     [
-        ({"gradient_accumulation_steps": 4}, "the division by gradient_accumulation_steps = 4:"),
         ({"fp16": {"enabled": True, "initial_scale_power": 4}}, "the loss scale, 16 now:"),
-        (
-            {"fp16": {"enabled": True, "loss_scale": 8}, "gradient_accumulation_steps": 2},
-            "the division by gradient_accumulation_steps = 2 and the loss scale, 8 now:",
-        ),
+        ({"fp16": {"enabled": True, "loss_scale": 8}, "gradient_accumulation_steps": 2}, "the loss scale, 8 now:"),
     ],
 )
 def test_step_says_what_a_plain_backward_misses(config, missing):
@@ -184,13 +181,74 @@ def test_features_and_the_callers_tensor_are_treated_as_in_engine_backward():
     assert seen == ["begin", "end 0"] * 2
 
 
-def test_scale_needs_a_forward_and_a_scalar():
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"gradient_accumulation_steps": 4}, "the division by gradient_accumulation_steps = 4:"),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 8}, "gradient_accumulation_steps": 2},
+            "the division by gradient_accumulation_steps = 2 and the loss scale, 8 now:",
+        ),
+    ],
+)
+@pytest.mark.parametrize("style", ["engine", "scale"])
+def test_a_backward_of_the_engine_does_not_add_to_plain_gradients_without_its_factors(config, missing, style):
+    engine = small_engine(**config)
+    batch = rank_batch(0).to(next(engine.module.parameters()).dtype)
+    engine(batch).backward()
+    loss = engine(batch)
+    with pytest.raises(CallOrderError, match=rf"would add to gradients of a plain loss.backward\(\).* {missing}"):
+        engine.backward(loss) if style == "engine" else engine.scale(loss).backward()
+    assert all(param.grad is None for param in engine.module.parameters())
+    loss = engine(batch)
+    loss.backward(retain_graph=True)
+    engine.optimizer.zero_grad()
+    engine.backward(loss)
+    assert engine.step() is None
+
+
+def test_a_plain_backward_that_added_to_gradients_of_the_engine_raises():
+    engine = small_engine(gradient_accumulation_steps=2)
+    engine.backward(engine(rank_batch(0)))
+    engine.step()
+    engine(rank_batch(1)).backward()
+    with pytest.raises(CallOrderError, match=r"added to gradients of an engine.backward\(\) of the same step"):
+        engine.step()
+    engine.restart_step()
+    assert run(engine, "plain", steps=1)[0]
+
+
+def _plain_after_weighted() -> None:
+    engine = small_engine(gradient_accumulation_steps=2)
+    engine.backward(engine(rank_batch(0)), weight=3)
+    engine.step()
+    engine.module.zero_grad()
+    engine(rank_batch(1)).backward()
+    with pytest.raises(ValueError, match=r"plain loss.backward\(\), after an engine.backward with a weight"):
+        engine.step()
+    assert run(engine, "plain", steps=1)[0]
+
+
+def test_a_plain_backward_after_a_weighted_one_in_the_same_step_raises():
+    run_ranks(_plain_after_weighted, 2)
+
+
+def test_plain_gradients_do_not_stay_on_a_rank():
+    engine = small_engine(gradient_accumulation_steps=2)
+    with engine.no_sync():
+        engine(rank_batch(0)).backward()
+        with pytest.raises(CallOrderError, match=r"inside no_sync\(\), where they would be reduced"):
+            engine.step()
+    assert engine.step() is None
+
+
+def test_scale_needs_an_open_engine_and_a_scalar():
     engine = small_engine()
-    with pytest.raises(CallOrderError, match=r"scale\(\) called in phase IDLE"):
-        engine.scale(torch.ones((), requires_grad=True))
-    engine(rank_batch(0))
     with pytest.raises(ValueError, match="scalar loss"):
         engine.scale(torch.ones(2, requires_grad=True))
+    engine.close()
+    with pytest.raises(CallOrderError, match=r"scale\(\) called in phase CLOSED"):
+        engine.scale(torch.ones((), requires_grad=True))
 
 
 def test_a_generator_trains_through_a_discriminator_whose_step_is_its_own():

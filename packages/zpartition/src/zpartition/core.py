@@ -7,7 +7,8 @@ that none of them imports the class that calls them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import torch
@@ -102,6 +103,13 @@ class PartitionState:
             return True
         return any(param is other for other in self.owned())
 
+    def method(self, bound: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `bound`, a method of the module, in a form that may read sharded weights, as `forward` may.
+
+        All ranks call the result.
+        """
+        return self.unshard_hooks.of_method(bound) if self.unshard_hooks.handles else bound
+
     def check_resident(self) -> None:
         """Raise RuntimeError while any state is offloaded (`offload_states`)."""
         self.unsharder.check_resident()
@@ -129,8 +137,23 @@ class PartitionState:
         """Return whether a backward outside `micro_step` has left gradients in parameters of this rank."""
         return any(g.has_plain(i) for g in self.reducer.gradients for i in range(len(g.params)))
 
+    def num_plain_backwards(self) -> int:
+        """Number of such backwards since the step began, or since their gradients were adopted or dropped."""
+        return max(self.reducer.plain.values(), default=0)
+
+    def adopt_plain_gradients(self, divisor: int, *, is_last: bool) -> None:
+        """Reduce such gradients, divided by `divisor`, as those of one more micro-step.  All ranks call.
+
+        is_last: a step follows.
+
+        Raises:
+            HiddenGradientError: one was changed since its backward.
+        """
+        self.reducer.adopt_plain(divisor, is_last=is_last)
+
     def drop_plain_gradients(self) -> None:
         """Drop such gradients, and those of parameters that are not partitioned; gradients of micro-steps stay."""
+        self.reducer.plain.clear()
         owned = {id(param) for gradient in self.reducer.gradients for param in gradient.params}
         for gradient in self.reducer.gradients:
             gradient.drop_plain()

@@ -190,6 +190,13 @@ class Partition(PartitionState):
             self.speculate(*self.speculation)
         return names
 
+    def rollback_speculation(self) -> None:
+        """Undo updates that began in the last backward, so that masters and states are those of the last step.
+
+        `apply` then makes all updates itself.
+        """
+        self.speculative_step.rollback_all()
+
     # -- a step ----------------------------------------------------------------------------------
 
     @contextmanager

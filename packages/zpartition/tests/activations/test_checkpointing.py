@@ -54,6 +54,25 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_in_keywords_get_their_gradients_once(way: str) -> None:
+    def gradients(run: Callable[..., Any]) -> list[Tensor]:
+        leaves = [torch.linspace(-1, 1, 4).add(offset).requires_grad_() for offset in (0.0, 0.5)]
+        x, bias = leaves[0].sin(), leaves[1].cos()  # a graph before the block, which the loss uses again
+
+        def block(x: Tensor, *, bias: Tensor, factor: float) -> Tensor:
+            return torch.tanh(x * factor + bias)
+
+        y = run(block, x, bias=bias, factor=2.0)
+        y = run(block, y, factor=0.5, bias=bias)
+        (y * bias + x).sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    found, wanted = gradients(WAYS[way]()), gradients(plain)
+    assert len(found) == 2
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
 def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 

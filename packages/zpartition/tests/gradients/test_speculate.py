@@ -124,6 +124,31 @@ def _in_between(touch: str) -> tuple[list[str], list[int]]:
     return differing(*found), counts
 
 
+def _is_undone() -> tuple[list[str], list[str], int]:
+    found, before = [], {}
+    for offload in (HOST, AHEAD):
+        model, optimizer, partition = make(offload, 1, torch.float32)
+        train(partition, model, optimizer, range(2), 1)
+        before = fingerprint(partition, model)
+        backward(partition, model, 3, 1)
+        partition.rollback_speculation()
+        undone = differing(before, fingerprint(partition, model))
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+        count = partition.speculative_step.num_rolled_back
+        found.append(fingerprint(partition, model))
+        partition.close()
+    return undone, differing(*found), count
+
+
+def test_before_a_save_within_a_step_updates_are_undone_and_made_again() -> None:
+    for undone, wrong, count in run_ranks(_is_undone, 2):
+        assert not undone
+        assert not wrong
+        assert count > 0
+
+
 @pytest.mark.parametrize("touch", ["gradient", "option", "weight", "another backward"])
 def test_what_changes_between_backward_and_step_is_seen(touch: str) -> None:
     for wrong, (_, retracted) in run_ranks(_in_between, 2, touch):

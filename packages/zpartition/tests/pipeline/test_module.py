@@ -18,6 +18,35 @@ def test_one_stage_is_an_ordinary_module() -> None:
     assert [name for name, _ in model.named_parameters()][:2] == ["layers.0.weight", "layers.0.bias"]
 
 
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def test_compiled_layers_compute_the_same_each_in_a_graph_of_its_own() -> None:
+    def transposed(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return x @ module.weight
+
+    layers = [
+        TiedLayerSpec("e", nn.Linear, 4, 4),
+        twice,
+        nn.Linear(4, 4),
+        TiedLayerSpec("e", nn.Linear, 4, 4, forward_fn=transposed),
+    ]
+    torch.manual_seed(0)
+    model = PipelineModule(layers, num_stages=1)
+    data, names, graphs = torch.randn(3, 4), list(model.state_dict()), []
+    wanted = model(data)
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend)
+    assert torch.equal(model(data), wanted)
+    assert len(graphs) == 4
+    assert list(model.state_dict()) == names
+
+
 def parts() -> tuple[list[str], list[int], str]:
     tied = [TiedLayerSpec("e", nn.Linear, 4, 4, bias=False), *BLOCKS, TiedLayerSpec("e", nn.Linear, 4, 4, bias=False)]
     model = PipelineModule(tied, num_stages=2, partition_method="uniform", stages_per_rank=2)

@@ -116,7 +116,7 @@ def _torchrun(given: Variables) -> Launch:
     world_size = given.number("WORLD_SIZE")
     rank = given.number("RANK")
     alone = world_size == 1  # no rendezvous, so no address is needed
-    local_world_size = given.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world_size)
+    local_world_size = given.number("LOCAL_WORLD_SIZE", default=_deepspeed_local_size(given, world_size))
     return Launch(
         rank=rank,
         world_size=world_size,
@@ -126,6 +126,12 @@ def _torchrun(given: Variables) -> Launch:
         port=given.number("MASTER_PORT", default=_DEFAULT_PORT if alone else None),
         source=given.source,
     )
+
+
+def _deepspeed_local_size(given: Variables, world_size: int) -> int:
+    """LOCAL_SIZE of DeepSpeed's launcher; world_size if it is from another launch, with more processes than ranks."""
+    size = given.number("LOCAL_SIZE", default=world_size)
+    return size if size <= world_size else world_size
 
 
 def _slurm(given: Variables) -> Launch:

@@ -41,7 +41,7 @@ def check(run: Run, unsupported: Mapping[str, bool], *, is_compiled: bool) -> No
             'compile() with the schedule "zero_bubble": a compiled layer has one backward, and this schedule splits '
             'backward in two. Use "1f1b", or leave compile() out'
         )
-    if is_compiled:
+    if is_compiled or (is_pipeline(run.module) and run.module.is_compiled):
         raise ValueError("compile() was called before: the module is compiled already")
 
 

@@ -105,6 +105,19 @@ def _problems_of_stages(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
             reason="micro-batches then have different numbers of samples, and stages send one shape",
             suggestion="Make the PipelineModule with dynamic_shape=True.",
         )
+    if model.is_compiled and asked.schedule == "zero_bubble":
+        yield Problem(
+            key="pipeline.schedule",
+            given=asked.schedule,
+            reason="the PipelineModule is compiled: a compiled layer has one backward, and this schedule splits it",
+            suggestion='Use "1f1b", or leave PipelineModule.compile() out.',
+        )
+    if model.is_compiled and (plan.parallel.degrees.tensor > 1 or plan.parallel.degrees.expert > 1):
+        yield Problem(
+            reason="the PipelineModule is compiled, and its layers would be split over ranks, which then communicate "
+            "inside a graph",
+            suggestion="Call engine.compile() instead of PipelineModule.compile(): it leaves such layers out.",
+        )
     yield from _problems_of_schedule(model, plan)
 
 

@@ -6,11 +6,13 @@ hyperparameters, schedule, scaler, features, the caller's `client_state`, and ea
 position.  A run that restores all of it at the same world size is bit-identical to the uninterrupted run.  At another
 world size the order of data continues at the same sample; each rank keeps its present random state, with a warning.
 
-Gradients are not saved: a checkpoint is taken between steps, and a save during accumulation raises.
+Gradients are not saved.  A save during accumulation has the weights, optimizer state, counters and loader position of
+the last boundary, and the present random state and buffers: a run that resumes begins the unfinished step again.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,6 +53,13 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints"]
 
 NOTHING_LOADED = "nothing was loaded"
+UNFINISHED = (
+    "save_checkpoint() %s: gradients of the unfinished step are not saved. The checkpoint has the weights and the "
+    "optimizer state after step %d, and a run that resumes begins the next step again; the engine's loader yields "
+    "the same batches again. To save whole steps, call it after a step() that returned a report."
+)
+
+log = logging.getLogger("zengine")
 
 
 @final
@@ -74,13 +83,13 @@ class Checkpoints:
         """See `Engine.save_checkpoint`.  trained_only: omit frozen parameters."""
         clock = run.clock
         clock.require_open("save_checkpoint")
-        if not clock.is_between_steps:
-            raise ValueError(
-                f"save_checkpoint() is legal between steps; micro-step {clock.index + 1} of {clock.accumulation} of "
-                f"step {clock.steps} is running (phase {clock.phase.value}): its gradients would be lost. Save "
-                "after a step() that returned a report."
-            )
+        if not root:
+            raise ValueError(f"save_checkpoint(save_dir={root!r}): give the folder that holds the checkpoints")
         peers = GroupPeers.of(run)
+        if not clock.is_between_steps:
+            run.parts.partition.rollback_speculation()
+            if peers.rank == 0:
+                log.warning(UNFINISHED, clock.position, clock.steps)
         left_out = frozenset(
             name for name, param in run.module.named_parameters() if trained_only and not param.requires_grad
         )
@@ -260,5 +269,12 @@ def _rank_objects(run: Run) -> dict[str, Any]:
     loader = run.parts.loader
     return {
         "rng": zckpt.rng.capture(),
-        "loader": None if loader is None else encode(loader.state_dict(), "the loader's state"),
+        "loader": None if loader is None else encode(_position(run), "the loader's state"),
     }
+
+
+def _position(run: Run) -> dict[str, Any]:
+    """Return the loader's position: the present one, or in an unfinished step that of the last boundary."""
+    loader = run.parts.loader
+    marked: dict[str, Any] = {} if run.clock.is_between_steps else loader.marked
+    return marked or loader.state_dict()

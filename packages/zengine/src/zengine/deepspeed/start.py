@@ -24,7 +24,7 @@ from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.features import Feature
-from zengine.initialize import Initialized, pick_config
+from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
 from zpartition import tensor
 
@@ -73,6 +73,7 @@ def initialize(
 
     Raises what `zengine.initialize` does, and ValueError for sizes that do not match the world size.
     """
+    args, model, config = by_position(args, model, config)
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
     found = make_engine(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import attrs
 
+from zengine.engine import torch_style
 from zengine.engine.clock import CallOrderError
 from zengine.engine.parts import Run
 
@@ -84,6 +85,7 @@ def restart_step(run: Run) -> None:
 def reduce_gradients(run: Run) -> None:
     """See `DeepSpeedEngine.allreduce_gradients`."""
     run.clock.require_open("allreduce_gradients")
+    torch_style.accept_plain_gradients(run)
     run.parts.partition.finish_gradients()
 
 

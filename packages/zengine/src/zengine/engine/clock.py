@@ -20,7 +20,7 @@ import attrs
 class Phase(enum.Enum):
     """Progress within a micro-step."""
 
-    IDLE = "IDLE"  # before forward; legal: forward
+    IDLE = "IDLE"  # before forward; legal: forward, backward
     FORWARD = "FORWARD"  # after a forward with gradients; legal: forward, backward
     BACKWARD = "BACKWARD"  # after a backward; legal: forward, backward, step
     HALF_LOADED = "HALF LOADED"  # a load failed after it had changed tensors; legal: loads
@@ -28,7 +28,7 @@ class Phase(enum.Enum):
 
 
 _LEGAL = {
-    Phase.IDLE: "forward()",
+    Phase.IDLE: "forward(), backward()",
     Phase.FORWARD: "forward(), backward()",
     Phase.BACKWARD: "forward(), backward(), step()",
     Phase.HALF_LOADED: "load_checkpoint()",
@@ -104,6 +104,7 @@ class Clock:
     index: int = 0  # micro-steps done in the current step
     forwards: int = 0  # with gradients, in this micro-step, without a backward yet
     pairs: int = 0  # backwards in this micro-step with a forward of their own
+    direct: int = 0  # backwards in this micro-step, all without a forward: the caller ran the module itself
     micro_steps: int = 0  # micro-steps ever
     steps: int = 0  # boundaries ever, skipped ones too
     applied_steps: int = 0
@@ -119,7 +120,7 @@ class Clock:
             index=self.index,
             count=self.accumulation,
             step=self.steps,
-            is_first=self.index == 0 and self.phase is Phase.FORWARD,
+            is_first=self.index == 0 and self.phase is not Phase.BACKWARD,
             is_last=self.at_boundary,
             sync=self.sync,
         )
@@ -148,10 +149,11 @@ class Clock:
     @contextmanager
     def backward(self) -> Iterator[MicroStep]:
         """Run a backward inside; an exception resets the engine to the beginning of the step."""
-        self._require("backward", Phase.FORWARD, Phase.BACKWARD)
-        if self.phase is Phase.BACKWARD and self.withheld:
+        self._require("backward", Phase.IDLE, Phase.FORWARD, Phase.BACKWARD)
+        is_direct = self.phase is Phase.IDLE or (self.direct > 0 and self.forwards == 0)
+        is_forced = self.boundary is Boundary.FORCED
+        if self.phase is Phase.BACKWARD and (self.withheld or (is_direct and is_forced)):
             self._count_micro_step()  # the caller sets the boundaries, and ran several forwards first
-            self.phase = Phase.FORWARD
         micro, self.withheld = self.micro_step(), self.boundary is Boundary.WITHHELD
         try:
             yield micro
@@ -161,10 +163,10 @@ class Clock:
                 f"engine: the gradients of step {self.steps} so far (micro-step {self.index + 1} of "
                 f"{self.accumulation}) were dropped; the step begins again with the next forward().",
             )
-            self.phase, self.index = Phase.IDLE, 0
-            self.forwards = self.pairs = 0
+            self.begin_step()
             raise
         self.phase = Phase.BACKWARD
+        self.direct += is_direct
         self._count_pair()
 
     @contextmanager
@@ -212,22 +214,28 @@ class Clock:
 
     def restart_step(self) -> None:
         """Drop the step's progress; a backward of the last forward stays legal."""
-        self.index = self.forwards = self.pairs = 0
+        self.index = self.forwards = self.pairs = self.direct = 0
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.FORWARD
 
-    def accept_backward(self) -> None:
-        """Count gradients of a backward that ran without the engine."""
-        self._require("step", Phase.IDLE, Phase.FORWARD)
-        self.phase = Phase.BACKWARD
-
-    def join_micro_steps(self) -> None:
+    def join_micro_steps(self, num_plain: int = 0) -> None:
         """Prepare a step() that stands for all backwards since the last one: one micro-step, or all of a step.
 
+        num_plain: number of plain `loss.backward()` calls since then.
+
         Raises:
-            CallOrderError: another number of micro-steps.
+            CallOrderError: another number of micro-steps, or an unknown one.
         """
-        if self.boundary is not Boundary.COUNTED or self.accumulation == 1 or self.pairs <= 1:
+        if self.boundary is not Boundary.COUNTED or self.accumulation == 1:
+            return
+        if self.direct > 1 or num_plain > 1:
+            kind = "plain loss.backward() calls" if num_plain > 1 else "backwards without a forward of the engine"
+            raise CallOrderError(
+                f"optimizer.step() {self.position} after {max(self.direct, num_plain)} {kind}, whose micro-steps it "
+                "cannot count: call engine.step() after every micro-step, or use loss = engine(...) and "
+                "engine.backward(loss)"
+            )
+        if self.pairs <= 1:
             return
         if self.index > 0 or self.pairs != self.accumulation:
             raise CallOrderError(
@@ -251,10 +259,6 @@ class Clock:
     def position(self) -> str:
         """Return the position in words, for messages."""
         return f"(micro-step {self.index + 1} of {self.accumulation}, step {self.steps})"
-
-    def require_forward(self, call: str) -> None:
-        """Raise CallOrderError before the first forward of a micro-step."""
-        self._require(call, Phase.FORWARD, Phase.BACKWARD)
 
     def require_open(self, call: str) -> None:
         """Raise CallOrderError after close(), and HalfLoaded after a failed load."""
@@ -294,11 +298,12 @@ class Clock:
     def begin_step(self) -> None:
         """Forget all progress of the running step."""
         self.phase, self.index = Phase.IDLE, 0
-        self.forwards = self.pairs = 0
+        self.forwards = self.pairs = self.direct = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters; a clock is saved only between steps."""
-        return {name: getattr(self, name) for name in (*_COUNTERS, "weight_exponent")}
+        """Return the counters of the last boundary."""
+        counters = {name: getattr(self, name) for name in (*_COUNTERS, "weight_exponent")}
+        return {**counters, "micro_steps": self.micro_steps - self.index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counters; the phase becomes IDLE."""
@@ -332,7 +337,7 @@ class Clock:
         self.phase = Phase.IDLE
         self.micro_steps += 1
         self.index += 1
-        self.forwards = self.pairs = 0
+        self.forwards = self.pairs = self.direct = 0
 
     def _count_pair(self) -> None:
         """Count a backward at its end, if its forward had none before."""

@@ -82,6 +82,7 @@ class Engine(nn.Module):
     ) -> Tensor:
         """Compute and reduce gradients of `loss` (a scalar: the mean over this rank's micro-batch).
 
+        loss: from `engine(...)`, or from the module itself (`engine.module(x)`, `engine.compute_loss(x)`).
         weight: number of units (e.g. tokens) in the mean of the loss.  The step's gradient is then the mean over the
             units of all micro-steps and ranks, however they are distributed; all ranks pass a weight, or none does.
 
@@ -90,7 +91,7 @@ class Engine(nn.Module):
         up.
 
         Raises:
-            CallOrderError: there was no forward before.
+            CallOrderError: the engine is closed, or would add to gradients of a plain backward.
             ValueError: the loss is not a scalar, has no graph, or reaches no parameter of this engine; or only some
                 backwards of a step have a weight.
         """
@@ -98,6 +99,7 @@ class Engine(nn.Module):
         reducing = partial(run.reducing, is_weighted=weight is not None)
         with run.clock.backward() as micro, parts.telemetry.span("backward"), reducing(micro):
             check_loss(loss)
+            torch_style.check_unmixed(run, micro)
             for feature in self._features:
                 loss = feature.backward_begin(micro, loss)
             share = run.losses.share(loss, micro, weight, divides=scale_wrt_gas)
@@ -178,7 +180,7 @@ class Engine(nn.Module):
         the result is legal.  Add terms to `loss`, not to the result.
 
         Raises:
-            CallOrderError: there was no forward before.
+            CallOrderError: the engine is closed.
             ValueError: the loss is not a scalar, or has no graph.
         """
         return torch_style.scale(self._run, self._features, loss)
@@ -224,7 +226,10 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> str:
-        """Save the whole run between two steps; return the checkpoint's folder.
+        """Save the whole run; return the checkpoint's folder.
+
+        Within a step it saves the state after the last one, with a warning: gradients are not saved, and a run that
+        resumes begins the step again.
 
         tag: default: global_step<N>.
         client_state: numbers, strings, lists, dicts and scalar tensors, which `load_checkpoint` returns.
@@ -232,7 +237,7 @@ class Engine(nn.Module):
             keeps the module's.
 
         Raises:
-            ValueError: gradients of an unfinished step are pending.
+            ValueError: `save_dir` is empty.
             TypeError: `client_state` holds another type.
             zckpt.CheckpointError: any rank failed; on every rank.  Earlier checkpoints are unchanged.
         """

@@ -115,8 +115,17 @@ class StepLoss:
         """Set the mean loss of this rank, for a step that ran as one batch."""
         self.kind, self.loss, self.weight = Kind.COUNTED, loss, 0.0
 
-    def mark_unknown(self) -> None:
-        """Mark the losses of this step as unknown: backwards ran without the engine."""
+    def mark_unknown(self, micro: MicroStep) -> None:
+        """Mark the losses of this step as unknown: backwards ran without the engine.
+
+        Raises:
+            ValueError: earlier losses of the step had weights.
+        """
+        if self.kind is Kind.WEIGHTED and not micro.is_first:
+            raise ValueError(
+                f"step() {self.clock.position} found gradients of a plain loss.backward(), after an engine.backward "
+                "with a weight in the same step: give every backward of a step its weight, or none"
+            )
         self.kind, self.loss, self.weight = Kind.UNSEEN, math.nan, 0.0
 
     def is_finite(self) -> bool:

@@ -1,12 +1,14 @@
 """Attributes of the module, reached through the engine.
 
-`engine.generate` is the module's attribute, unless the engine has one of that name.  Names that the engine has are
+`engine.generate` is the module's attribute, unless the engine has one of that name.  Methods may read weights that
+stage 3 has sharded, as `forward` may.  Names that the engine has are
 those of nn.Module, the public members of `Engine`, and DeepSpeed's names (`DeepSpeedEngine`); everything else is
 private.  Collisions are logged once, at the start.  Old names of the engine raise an error with the new one.
 """
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from torch import nn
@@ -29,13 +31,17 @@ def lookup(engine: nn.Module, name: str) -> Any:
         if name == "module":
             raise
     try:
-        return getattr(engine.module, name)
+        value = getattr(engine.module, name)
     except AttributeError as error:
         if name in _RENAMED:
             raise AttributeError(f"engine.{name} was renamed in 0.3.0; use engine.{_RENAMED[name]}.") from None
         raise AttributeError(
             f"neither the engine nor its module ({type(engine.module).__name__}) has an attribute {name!r}"
         ) from error
+    if isinstance(value, types.MethodType) and value.__self__ is engine.module:
+        parts: Any = engine.parts
+        return parts.partition.method(value)
+    return value
 
 
 def public_names(engine: nn.Module) -> frozenset[str]:

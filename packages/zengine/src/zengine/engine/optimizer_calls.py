@@ -124,7 +124,7 @@ def is_step_due(run: Run) -> bool:
             stacklevel=5,
         )
         return False
-    run.clock.join_micro_steps()
+    run.clock.join_micro_steps(run.parts.partition.num_plain_backwards())
     return True
 
 

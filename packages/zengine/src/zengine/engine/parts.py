@@ -128,8 +128,8 @@ class ShardOptimizer:
             self.scaled.grad_scale = None
 
     def lr(self) -> tuple[float, ...]:
-        """Return the learning rate of each parameter group."""
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        """Return the learning rate of each parameter group; 0 for a group without one."""
+        return tuple(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
 
 
 @final

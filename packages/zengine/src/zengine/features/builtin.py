@@ -1,4 +1,6 @@
-"""Small features: expert balancing, background saves, dump_state, Python's garbage collector, unfreezing."""
+"""Small features: expert balancing, background saves, marks of the loader, dump_state, Python's garbage collector,
+unfreezing.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from zengine.engine.feature import Feature
 from zengine.imports import is_imported
 
 if TYPE_CHECKING:
+    from zengine.data.loaders.base import Loader
     from zengine.engine.parts import CheckpointSlot, Run
     from zengine.step_report import StepReport
     from zpartition import Partition
@@ -63,6 +66,19 @@ class BackgroundSaves(Feature):
 
     def step_begin(self) -> None:
         self.checkpoints.check()
+
+
+@final
+class LoaderMarks(Feature):
+    """Marks the position of the engine's loader at each boundary, for a save within the next step."""
+
+    loader: Loader
+
+    def attach(self, run: Run) -> None:
+        self.loader = run.parts.loader
+
+    def step_end(self, report: StepReport) -> None:
+        self.loader.mark()
 
 
 @final

@@ -66,7 +66,7 @@ class ScaledRate:
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        groups = [] if self.optimizer is None else [g for g in self.optimizer.param_groups if "lr" in g]
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
             group["lr"] = rate * self.factor

@@ -95,19 +95,29 @@ class Checkpointing:
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return `function(*args, **kwargs)`; a recomputation draws the same random numbers.
 
-        Tensors directly in `args` that require gradients are saved by `saved_inputs`; other arguments are kept by
-        reference.  If gradients are disabled, the function is just called.
+        Tensors directly in `args` that require gradients are saved by `saved_inputs`, and with the reentrant variant
+        those in `kwargs`; other arguments are kept by reference.  If gradients are disabled, the function is just
+        called.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         run: Callable[..., T] = Replay(function, self.streams, self.synchronize, self.span)
         reentrant = self.variant is Variant.REENTRANT
-        if reentrant and kwargs:
-            run, kwargs = functools.partial(run, **kwargs), {}  # the reentrant variant takes no keywords
+        if reentrant and kwargs:  # that variant takes no keywords, and would backpropagate past captured tensors
+            run, args, kwargs = _by_position(run, len(args), tuple(kwargs)), (*args, *kwargs.values()), {}
         if is_checkpointing() or self.saved_inputs.is_identity:
             return checkpoint(run, *args, use_reentrant=reentrant, **kwargs)  # type: ignore[no-any-return]
         with self.saved_inputs.hooks(args):
             return checkpoint(run, *args, use_reentrant=reentrant, **kwargs)  # type: ignore[no-any-return]
+
+
+def _by_position(run: Callable[..., T], num_args: int, names: tuple[str, ...]) -> Callable[..., T]:
+    """Return `run` with the keywords `names` as further positional arguments after `num_args`."""
+
+    def call(*given: Any) -> T:
+        return run(*given[:num_args], **dict(zip(names, given[num_args:])))
+
+    return call
 
 
 @final

@@ -279,6 +279,13 @@ class BucketGradient:
             "safe_set_full_grad"
         )
 
+    def take_plain(self, index: int) -> torch.Tensor:
+        """Return the plain gradient of `params[index]`, and set `.grad` to None.  Raises as `check_unedited`."""
+        self.check_unedited(index)
+        grad, self.params[index].grad = self.params[index].grad, None
+        assert grad is not None
+        return grad
+
     def drop_plain(self) -> None:
         """Drop plain gradients."""
         for index, param in enumerate(self.params):

@@ -88,6 +88,9 @@ class GradientReducer:
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
     kind: Round = Round.NONE
     num_arrived: int = 0  # gradients since the start of the running (or last) round
+    plain: collections.Counter[tuple[int, int]] = attrs.field(
+        factory=collections.Counter
+    )  # by bucket and slot: gradients outside rounds
     order: tuple[int, ...] = ()  # bucket indices in the order of sending
     learnt: tuple[int, ...] = ()  # the same, while no rank misses a gradient
     has_learnt: bool = False  # the ranks have agreed on `learnt`, after a first round
@@ -171,8 +174,7 @@ class GradientReducer:
         Gradients that plain `loss.backward()` calls left in `.grad`, outside any round, are adopted and sent first.
         """
         if any(gradient.phase is BucketPhase.FILLING or gradient.kept is None for gradient in self.gradients):
-            with self.round(is_last=True):
-                self._adopt_plain()
+            self.adopt_plain(1, is_last=True)
         kept = [gradient.kept for gradient in self.gradients]
         assert all(tensor is not None for tensor in kept)
         return [tensor for tensor in kept if tensor is not None]
@@ -195,17 +197,26 @@ class GradientReducer:
             if not zcomm.failure():
                 handle.wait()
         self.kind, self.num_scaled, self.num_unsent = Round.NONE, 0, 0
+        self.plain.clear()
         self.non_finite_probe.step_over()
         for gradient in self.gradients:
             gradient.reset()
 
-    def _adopt_plain(self) -> None:
-        for gradient in self.gradients:
-            for index in range(len(gradient.params)):
-                if gradient.has_plain(index):
-                    gradient.check_unedited(index)
-                    self._provide(gradient)
-                    gradient.arrive(index)
+    def adopt_plain(self, divisor: int, *, is_last: bool) -> None:
+        """Send the gradients of plain `loss.backward()` calls, divided by `divisor`; a collective.
+
+        is_last: a step follows.  Otherwise `.grad` is None afterwards, so that the next plain backward starts anew.
+        """
+        found = [(g, i) for g in self.gradients for i in range(len(g.params)) if g.has_plain(i)]
+        grads = [gradient.take_plain(index) for gradient, index in found]  # opening a round may drop `.grad`
+        with self.round(is_last=True):
+            for (gradient, index), grad in zip(found, grads):
+                gradient.params[index].grad = grad if divisor == 1 else grad / divisor
+                self._provide(gradient)
+                gradient.arrive(index)
+        self.plain.clear()
+        for gradient in () if is_last else self.gradients:
+            gradient.detach_grads()
 
     def close(self) -> None:
         """Remove the hooks and drop the buffers."""
@@ -228,6 +239,7 @@ class GradientReducer:
         if self.kind is Round.NONE:
             if gradient.shows_kept(index):
                 raise HiddenGradientError(ADDED)
+            self.plain[gradient.bucket.index, index] += 1
             if self.layout.world_size > 1:
                 gradient.record_plain(index)
             return

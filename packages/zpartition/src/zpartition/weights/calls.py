@@ -56,11 +56,13 @@ class ActiveCalls:
 
     def begin(
         self, owner: nn.Module, function: str, saving: AbstractContextManager[object] | None, units: Iterable[Unit]
-    ) -> None:
-        """Push the call of `function` (a name in torch's module.py) on `owner`, which needs `units`."""
-        self.open.append(ActiveCall(owner, None if self.open else running_frame(function), saving))
+    ) -> ActiveCall:
+        """Push the call of `function` (a name in torch's module.py) on `owner`, which needs `units`; return it."""
+        call = ActiveCall(owner, None if self.open else running_frame(function), saving)
+        self.open.append(call)
         for unit in units:
             self.hold(unit)
+        return call
 
     def hold(self, unit: Unit) -> None:
         """Keep `unit` unsharded until the innermost call ends."""
@@ -84,6 +86,13 @@ class ActiveCalls:
             if unit.depth:  # 0 after an exception in a backward, which drops all units
                 unit.depth -= 1
                 self.unsharder.reshard(unit)
+
+    def end_until(self, call: ActiveCall) -> None:
+        """Pop `call`, if it is still open, and the calls inside of it, which are over."""
+        if any(each is call for each in self.open):
+            while self.open[-1] is not call:
+                self._abandon(self.open.pop())
+            self.end()
 
     def drop_finished(self) -> None:
         """Drop calls that are over without a hook."""

@@ -1,12 +1,14 @@
 """Unshard hooks: module hooks that unshard and reshard units, and packing of weights that autograd saves.
 
-Weights are used in three ways, each handled where it happens.
+Weights are used in four ways, each handled where it happens.
 - A module runs: hooks around the call of every unit's module, and of its parts when they run alone.
 - Autograd needs a weight again: a saved tensor in a gathered buffer is packed as an address (unit, shape, strides,
   offset), and unpacking it unshards the unit.  So no saved tensor keeps a buffer alive, buffers can be shared, and
   backward gathers exactly what it reads.
 - A running module reads a parameter of another unit (`F.linear(x, self.embed.weight)`): the modules' `_parameters`
   are dicts with hooks.  Outside a running module they do nothing, so that one rank may print a shape.
+- A method of the root module reads parameters (`engine.compute_loss(x)`): `of_method` makes it a running module that
+  holds nothing yet.
 
 A module that returns a view of its own weights (a slice of a position table, say) would return memory that is about
 to be reused: such outputs are copied.
@@ -14,6 +16,7 @@ to be reused: such outputs are copied.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -77,8 +80,11 @@ class _HookedParameters(dict[str, "Parameter | None"]):
         return super().items()
 
     def _unshard_all(self) -> None:
-        """Unshard all parameters of the module if a module runs: code that iterates over them may read them."""
-        for unit in self.units.values() if self.unshard_hooks.running.open else ():
+        """Unshard all parameters of the module if a module runs: code that iterates over them may read them.
+
+        Not in a method alone: one rank may count its parameters.
+        """
+        for unit in self.units.values() if self.unshard_hooks.is_module_running else ():
             if not unit.is_used:
                 self.unshard_hooks.unshard_for_read(unit)
 
@@ -113,6 +119,7 @@ class UnshardHooks:
     blocks: list[GatheredBlock] = attrs.field(factory=list)  # open `gathered` blocks, the innermost last
     handles: list[RemovableHandle] = attrs.field(factory=list)
     replaced: list[nn.Module] = attrs.field(factory=list)  # modules with hooked `_parameters`
+    num_methods: int = 0  # running methods of the root module
 
     @classmethod
     def install(cls, module: nn.Module, unsharder: Unsharder) -> UnshardHooks:
@@ -211,6 +218,28 @@ class UnshardHooks:
             output = self._without_views(output)
         self.running.end()
         return output
+
+    @property
+    def is_module_running(self) -> bool:
+        """True inside the call of a module."""
+        return len(self.running.open) > self.num_methods
+
+    def of_method(self, bound: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls a method of the root module; weights that it reads are unsharded meanwhile."""
+
+        @functools.wraps(bound)
+        def call_method(*args: Any, **kwargs: Any) -> Any:
+            call = self.running.begin(self.module, "", self._start_saving(), ())
+            self.num_methods += 1
+            output = None
+            try:
+                output = self._without_views(bound(*args, **kwargs))
+            finally:
+                self.num_methods -= 1
+                self.running.end_until(call)
+            return output
+
+        return call_method
 
     def unshard_for_read(self, unit: Unit) -> None:
         """Unshard a unit of which the innermost running module reads a parameter, until that module returns.

@@ -37,6 +37,7 @@ class Loader(ABC):
     batch_size: int  # samples of this rank in a batch: the micro-batch size
     epoch: int  # passes completed
     consumed_samples: int  # samples of this epoch that all ranks together have received
+    marked: dict[str, Any]  # `state_dict` at the last `mark`, load or first iteration; {} before
     post_process: PostProcess | None  # (batch, position after it) -> what the loop receives; None: the batch
 
     def __init__(self, dataset: Any, batch_size: int, fetcher: BatchFetcher) -> None:
@@ -44,6 +45,7 @@ class Loader(ABC):
         self.batch_size = batch_size
         self.epoch = 0
         self.consumed_samples = 0
+        self.marked = {}
         self.post_process = None
         self._fetcher = fetcher
         self._active: object = None  # token of the iteration that may move the position
@@ -51,6 +53,7 @@ class Loader(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         active = self._active = object()
+        self.marked = self.marked or self.state_dict()
         batches = self._open()
         while True:
             if self._active is not active:
@@ -70,6 +73,11 @@ class Loader(ABC):
     def collate_fn(self) -> Callable[[list[Any]], Any]:
         """Function that joins samples to a batch."""
         return self._fetcher.collate_fn
+
+    def mark(self) -> None:
+        """Note the position at the end of a step, for a save within the next step."""
+        if self.marked:
+            self.marked = self.state_dict()
 
     def set_accumulation(self, accumulation: int) -> None:  # noqa: B027 - the identity by default
         """Set the micro-steps per step, for loaders whose batches depend on the step."""
@@ -104,6 +112,7 @@ class Loader(ABC):
         def commit() -> None:
             move()
             self._active = None
+            self.marked = dict(state)
 
         return commit
 

@@ -69,6 +69,7 @@ class DeepSpeedConfig:
         self.optimizer_params = dict(self.plan.optimizer.params) or None
         self.scheduler_name = self.plan.scheduler.type or None
         self.scheduler_params = dict(self.plan.scheduler.params) or None
+        self.monitor_config = self.plan.telemetry  # for `MonitorMaster`
 
     def print(self, name: str = "DeepSpeedConfig") -> None:
         """Print the resolved plan with the origin of each value."""

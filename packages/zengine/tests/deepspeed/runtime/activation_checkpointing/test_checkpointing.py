@@ -40,6 +40,19 @@ def test_blocks_are_computed_again_with_the_same_random_numbers(run, in_cpu):
     assert (once, twice) == (1, 2)
 
 
+@pytest.mark.parametrize("run", [checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint])
+def test_keyword_arguments_reach_the_block_with_their_gradients(run):
+    def gradients(call) -> list[torch.Tensor]:
+        leaves = [torch.linspace(-1, 1, 4).add(offset).requires_grad_() for offset in (0.0, 0.5)]
+        bias = leaves[1].cos()
+        out = call(lambda x, *, bias, factor: torch.tanh(x * factor + bias), leaves[0].sin(), bias=bias, factor=2.0)
+        (out * bias).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    wanted = gradients(lambda function, *args, **kwargs: function(*args, **kwargs))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(run), wanted))
+
+
 def test_settings_come_from_arguments_or_the_config(tmp_path):
     assert not checkpointing.is_configured()
     path = tmp_path / "ds.json"

@@ -135,14 +135,14 @@ def set_num_layers(nlayers: int) -> None:
     _change(number_checkpoints=nlayers)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)`; backward recomputes its activations with the same random numbers."""
-    return _current.run(Variant.REENTRANT)(function, *args)
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function(*args, **kwargs)`; backward recomputes its activations with the same random numbers."""
+    return _current.run(Variant.REENTRANT)(function, *args, **kwargs)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Checkpoint without a nested backward: inputs need not require gradients."""
-    return _current.run(Variant.HOOKS)(function, *args)
+    return _current.run(Variant.HOOKS)(function, *args, **kwargs)
 
 
 @functools.cache
