@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from zengine.imports import gc_paused, is_pipeline
 
@@ -44,11 +45,28 @@ __all__ = [
 
 log = logging.getLogger("zengine")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Initialized: TypeAlias = "tuple[DeepSpeedEngine, torch.optim.Optimizer | None, Any, Any]"
 
 FASTER_BY = 1.1  # speed-up below which bf16 is not worth the loss of precision
 
 
+def _suspending_init(function: Callable[P, T]) -> Callable[P, T]:
+    """Suspend `zpartition.Init` blocks that are open while `function` runs; they continue afterwards."""
+
+    @functools.wraps(function)
+    def suspended(*args: P.args, **kwargs: P.kwargs) -> T:
+        with gc_paused():
+            import zpartition
+        with zpartition.suspend_init():
+            return function(*args, **kwargs)
+
+    return suspended
+
+
+@_suspending_init
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -84,6 +102,9 @@ def initialize(
         collate_fn: joins samples to a batch.
         config: path, dict or JSON text in DeepSpeed's format; `config_params` is an old name of it.
         mesh: a DeviceMesh with axes of `zcomm.Groups.from_mesh`; without one the config's degrees place all ranks.
+
+    Open `zpartition.Init` and `zero.Init` blocks are suspended meanwhile: models that were built inside them so far
+    can be passed, and those built afterwards are deferred again.
 
     The optimizer, dataloader and lr_scheduler are None if neither the caller nor the config gives one.
 
@@ -122,6 +143,7 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+@_suspending_init
 def make_engine(
     model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups
 ) -> DeepSpeedEngine:

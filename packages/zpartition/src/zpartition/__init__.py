@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zpartition._renamed import renamed
-from zpartition.deferred.init import Init, is_deferred, recording
+from zpartition.deferred.init import Init, is_deferred, recording, suspend_init
 from zpartition.estimate.memory import MemoryPlan, plan
 from zpartition.estimate.traffic import Flow, TrafficPlan, plan_traffic
 from zpartition.layout.address import LazyShard, Shard
@@ -113,6 +113,7 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "shard",
     "state_shards",
+    "suspend_init",
     "whole_state_dict",
 ]
 

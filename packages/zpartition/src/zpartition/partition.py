@@ -29,7 +29,7 @@ from torch import nn
 import zcomm
 from zpartition import unfreeze as unfreezing
 from zpartition.core import PartitionState, Unused
-from zpartition.deferred.init import Deferred
+from zpartition.deferred.init import Deferred, suspend_init
 from zpartition.estimate.memory import count_bytes
 from zpartition.gradients.bucket import BucketPhase
 from zpartition.gradients.reducer import GradientReducer
@@ -319,6 +319,7 @@ class Partition(PartitionState):
         finally:
             self.zero_grad()
 
+    @suspend_init()
     def close(self, *, keep_weights: bool = True) -> None:
         """Remove every hook and buffer; the module keeps its weights in its own memory.  Idempotent.
 

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.deferred.fake_device import clear_fake_device
-from zpartition.deferred.init import Deferred
+from zpartition.deferred.init import Deferred, suspend_init
 from zpartition.layout.layout import Layout
 from zpartition.layout.model_parallel import check_expert_groups, check_group
 from zpartition.layout.plan_layouts import plan_layouts
@@ -22,6 +22,7 @@ from zpartition.state.shape_aware import accepts_cuts
 __all__ = ["shard"]
 
 
+@suspend_init()
 def shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -34,7 +35,8 @@ def shard(
 
     Partitions the parameters that `optimizer` holds and that require a gradient (all trainable ones without an
     optimizer).  Broadcasts rank 0's weights and buffers, and rebinds the optimizer.  A module that was built
-    inside `Init` is materialized on `device`; others stay on their device.
+    inside `Init` is materialized on `device`; others stay on their device.  `Init` blocks may be open: they are
+    suspended meanwhile.
 
     Raises:
         ValueError: the module is partitioned already; the optimizer holds parameters of another model, or needs whole

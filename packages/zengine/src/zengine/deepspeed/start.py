@@ -52,6 +52,7 @@ class OverflowFlag(Feature):
             self._optimizer.overflow = not report.applied
 
 
+@zpartition.suspend_init()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

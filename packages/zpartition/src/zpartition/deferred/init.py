@@ -18,12 +18,19 @@ A number that the construction reads (`.item()`) is computed immediately, from t
 number that depends on random numbers is not available: torch raises its error about meta tensors.  Tensors made from
 data (`torch.tensor([...])`, numpy) are real at once, and small.
 
+A nested block continues the recording of the outer one.  `suspend_init` suspends all open blocks, while one of the
+models is partitioned, say: flags in the modes make them pass operations on, whatever modes of others lie between;
+the recordings are as after their blocks, and continue afterwards.
+
 Rejected.  Patching `nn.Module.__init__` (as DeepSpeed: it outlives the block, and parents that initialize again must
-be patched, too); FakeTensor (its caches and its dispatch cost more than this file).
+be patched, too); FakeTensor (its caches and its dispatch cost more than this file); popping modes to suspend a block
+(modes of others, which lie above, would have to be popped and restored as well).
 """
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -45,7 +52,7 @@ import zcomm
 from zpartition import _compat
 from zpartition._compat import TorchDispatchMode, tree_flatten
 from zpartition.deferred.fake_device import clear_fake_device, make_hollow, set_fake_device
-from zpartition.deferred.recording import InitRecording, Key, Ref, is_meta, key_of
+from zpartition.deferred.recording import GeneratorMarks, InitRecording, Key, Ref, is_meta, key_of
 from zpartition.layout.model_parallel import expert_shards_of
 
 __all__ = [
@@ -60,28 +67,45 @@ __all__ = [
     "recordings_of",
     "share_random_numbers",
     "share_seeds",
+    "suspend_init",
     "tensors_of",
     "wire_device",
 ]
 
 
+class _OpenRecorders(threading.local):
+    """Recorders of the open blocks of this thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Recorder] = []  # the innermost last
+
+
+_open = _OpenRecorders()
+
+
+def _active() -> _Recorder | None:
+    """Return the recorder of the innermost open block; None if there is none, or it is suspended."""
+    return _open.stack[-1] if _open.stack and not _open.stack[-1].is_suspended else None
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operation inside, except those on real tensors alone."""
+    """Records every operation inside, except those on real tensors alone; only the innermost one records."""
 
     def __init__(self, recorded: InitRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorded = recorded
-        self.is_paused = False  # while values are made
+        self.is_suspended = False  # operations pass, while values are made
+        self.blocks: list[Init] = []  # open blocks whose operations it records, the innermost last
 
     def __enter__(self) -> _Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]
-        _open.append(self.recorded)
+        _open.stack.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        recorded = _open.pop()
+        _open.stack.remove(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        recorded.marks.rewind()
+        self.recorded.marks.rewind()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,12 +113,40 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if self.is_paused or (tensors and not is_random and not any(map(is_meta, tensors))):
+        if _active() is not self or (tensors and not is_random and not any(map(is_meta, tensors))):
             return func(*args, **kwargs)
         if func is _compat.TO_NUMBER:
             value = self.recorded.evaluate(args[0])
             return func(args[0] if value is None else value)  # on a meta tensor: torch's own error
         return self.recorded.record(func, args, kwargs)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Suspend the recording inside the block, as if its own block had ended; then continue it.
+
+        Once nothing of the module's is left in it, a new recording begins, so that nothing is replayed twice.
+        """
+        with ExitStack() as blocks:
+            self.is_suspended = True
+            blocks.callback(setattr, self, "is_suspended", False)
+            for block in reversed(self.blocks):
+                blocks.enter_context(block.suspended())
+            marks, state = self.recorded.marks.copy(), torch.get_rng_state()
+            self.recorded.marks.rewind()
+            start, self.recorded.is_replayed = torch.get_rng_state(), False
+            _register(self.recorded)
+            try:
+                yield
+            finally:
+                if not self.recorded.is_replayed:
+                    self.recorded.marks = marks
+                    if torch.equal(torch.get_rng_state(), start):
+                        torch.set_rng_state(state)
+                elif self.blocks and not _is_pending(self.recorded):
+                    self.recorded = InitRecording()
+                else:
+                    self.recorded.marks = GeneratorMarks()  # the generator is where the replay has left it
+                _unregister(self.recorded)
 
 
 class _NotMeta(TorchFunctionMode):
@@ -103,14 +155,22 @@ class _NotMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return False if func == _compat.IS_META_GETTER else func(*args, **(kwargs or {}))
+        if func == _compat.IS_META_GETTER and _active() is not None:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+def _fill(function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call a function that fills `tensor` with random numbers, or record the call inside an open block."""
+    recorder = _active()
+    if recorder is None:
+        return function(tensor, *args, **kwargs)
+    return recorder.recorded.record_filling(function, tensor, *args, **kwargs)
 
 
 # Storage -> its recording, until it is materialized: tensors cannot hold it.  A recording is small: meta tensors, and
 # few real numbers.
 _recordings: dict[Key, InitRecording] = {}
-_open: list[InitRecording] = []  # open recordings, the innermost last
-
 
 _SAME_NUMBERS = (
     "zpartition.Init: this model draws the same random numbers as another model that was built inside Init and is "
@@ -127,58 +187,131 @@ class Init(AbstractContextManager["Init"]):
         (fake_device.py); "meta": none.
     make_buffers: materialize buffers at once, unless they are random: for code that writes into them before
         `shard`, such as checkpoint loaders.
+    dtype: torch's default dtype inside the block; None leaves it.
+    registered: called with the parameters that modules registered inside, when the block ends or is suspended (then
+        again with those that are still deferred).
 
     Weights equal those of a plain build with the same seed.  Nothing outlives the block.  Random numbers are drawn at
     materialization: a second model that is built before the first is materialized draws the same numbers, and `Init`
-    warns.
+    warns; in one block, or in nested ones, its numbers follow those of the first.
     """
 
     def __init__(
-        self, *, enabled: bool = True, make_buffers: bool = False, fake_device: torch.device | str = "meta"
+        self,
+        *,
+        enabled: bool = True,
+        make_buffers: bool = False,
+        fake_device: torch.device | str = "meta",
+        dtype: torch.dtype | None = None,
+        registered: Callable[[list[Parameter]], object] | None = None,
     ) -> None:
-        self.recorded = InitRecording()
-        self._fake_device = torch.device(fake_device)
-        self._params: list[Parameter] = []  # registered by modules
-        self._modes = ExitStack()
         self._enabled = enabled
         self._make_buffers = make_buffers
-        self._recorder = _Recorder(self.recorded)
+        self._fake_device = torch.device(fake_device)
+        self._dtype = dtype
+        self._outer_dtype = torch.get_default_dtype()
+        self._announce = registered
+        self._registered: list[tuple[Parameter, torch.device]] = []  # by modules, with their fake device
+        self._modes = ExitStack()
+        self._recorder = _Recorder(InitRecording())
         self._is_second = False  # of two models with the same random numbers
+
+    @property
+    def recorded(self) -> InitRecording:
+        """Recording of the block."""
+        return self._recorder.recorded
 
     def __enter__(self) -> Init:
         if self._enabled:
-            for recorded in {*_recordings.values()}:
-                _forget_dead(recorded)
-            self._is_second = any(recorded.marks.end() is not None for recorded in _recordings.values())
-            self._modes.enter_context(self._recorder)
-            self._modes.enter_context(_NotMeta())
-            self._modes.enter_context(_compat.truncated_normal_through(self.recorded.record_filling))
-            if self._fake_device.type != "meta":
-                note: Any = lambda _module, _name, param: self._params.append(param)  # noqa: E731
-                self._modes.callback(register_module_parameter_registration_hook(note).remove)
+            outer = _active()
+            self._recorder = _Recorder(InitRecording()) if outer is None else outer
+            if outer is None:
+                for recorded in {*_recordings.values()}:
+                    _forget_dead(recorded)
+                self._is_second = any(recorded.marks.end() is not None for recorded in _recordings.values())
+                self._modes.enter_context(self._recorder)
+                self._modes.enter_context(_NotMeta())
+                self._modes.enter_context(_compat.truncated_normal_through(_fill))
+            self._recorder.blocks.append(self)
+            if self._fake_device.type != "meta" or self._announce is not None:
+                self._modes.callback(register_module_parameter_registration_hook(self._note).remove)
             if self._make_buffers:
                 hook: Any = self._made  # may return the tensor to register, which torch's annotation does not know
                 self._modes.callback(register_module_buffer_registration_hook(hook).remove)
+            if self._dtype is not None:
+                self._outer_dtype = torch.get_default_dtype()
+                self._modes.callback(torch.set_default_dtype, self._outer_dtype)
+                torch.set_default_dtype(self._dtype)
         return self
+
+    def _note(self, module: nn.Module, name: str, param: Parameter | None) -> None:
+        if param is not None and not self._recorder.is_suspended:
+            self._registered.append((param, self._fake_device))
 
     def _made(self, module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
         """Return the materialized buffer that is being registered; None leaves it unchanged."""
-        if buffer is None or not is_meta(buffer):
+        recorder = _active()
+        if recorder is None or self._recorder.is_suspended or buffer is None or not is_meta(buffer):
             return None
-        self._recorder.is_paused = True
+        recorder.is_suspended = True
         try:
-            return self.recorded.evaluate(buffer)
+            return recorder.recorded.evaluate(buffer)
         finally:
-            self._recorder.is_paused = False
+            recorder.is_suspended = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let default dtype and hooks have no effect inside the block, while the recorder is suspended."""
+        self._finish()
+        current = torch.get_default_dtype()
+        if current == self._dtype:
+            torch.set_default_dtype(self._outer_dtype)
+        try:
+            yield
+        finally:
+            if current == self._dtype:
+                torch.set_default_dtype(current)
+            self._registered = [pair for pair in self._registered if is_meta(pair[0])]
+
+    def _finish(self) -> None:
+        """Warn of equal random numbers, and announce the parameters so far."""
+        if self._is_second and self.recorded.marks.end() is not None:
+            warnings.warn(_SAME_NUMBERS, stacklevel=3)
+            self._is_second = False
+        if self._announce is not None:
+            self._announce([param for param, _ in self._registered])
 
     def __exit__(self, *error: Any) -> None:
+        if not self._enabled:
+            return
         self._modes.close()
-        if self._is_second and self.recorded.marks.end() is not None:
-            warnings.warn(_SAME_NUMBERS, stacklevel=2)
-        for key in self.recorded.storages:
-            _recordings[key] = self.recorded
-        set_fake_device([param for param in self._params if param is not None and is_meta(param)], self._fake_device)
-        self._params.clear()
+        self._recorder.blocks.remove(self)
+        if self._recorder.blocks:  # the recording goes on, on the meta device
+            self._finish()
+            self._recorder.blocks[-1]._registered += self._registered
+        else:
+            self._finish()
+            _register(self.recorded)
+            for param, device in self._registered:
+                set_fake_device([param] if is_meta(param) else [], device)
+        self._registered = []
+
+
+@contextmanager
+def suspend_init() -> Iterator[None]:
+    """Suspend all open `Init` and `recording` blocks of this thread: inside, modules and tensors are real.
+
+    What was built in these blocks can be materialized (`shard`), as after them.  Afterwards the blocks continue, and
+    random numbers follow those of the models so far.  The default device is the CPU inside, if it is "meta".
+    Suspending suspended blocks does nothing, and an `Init` inside begins a block of its own.
+    """
+    with ExitStack() as stack:
+        for recorder in reversed(_open.stack):
+            if not recorder.is_suspended:
+                stack.enter_context(recorder.suspended())
+        if torch.get_default_device().type == "meta":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def recording_for(tensor: Tensor) -> InitRecording | None:
@@ -189,9 +322,10 @@ def recording_for(tensor: Tensor) -> InitRecording | None:
 def recording_of(module: nn.Module) -> InitRecording | None:
     """Return the recording that fills the meta tensors of `module`; None if it has none.
 
-    Raises ValueError for meta tensors without a recording.
+    Recordings of several blocks become one.  Raises ValueError for meta tensors without a recording.
     """
     clear_fake_device(module.parameters())
+    found: InitRecording | None = None
     for name, tensor in tensors_of(module):
         if is_meta(tensor):
             recorded = _recordings.get(key_of(tensor))
@@ -200,8 +334,12 @@ def recording_of(module: nn.Module) -> InitRecording | None:
                     f"{name} is on the meta device without a recording of its values. Build the module inside "
                     "zpartition.Init(), or load values into it (module.to_empty and load_state_dict) first."
                 )
-            return recorded
-    return None
+            if found is None:
+                found = recorded
+            elif recorded is not found:
+                found.absorb(recorded)
+                _recordings.update((key, found) for key, known in _recordings.items() if known is recorded)
+    return found
 
 
 def recordings_of(module: nn.Module) -> list[InitRecording]:
@@ -226,7 +364,8 @@ def recording_if_deferred(module: nn.Module) -> AbstractContextManager[None]:
 
 def active_recording() -> InitRecording | None:
     """Return the recording of the innermost open block."""
-    return _open[-1] if _open else None
+    recorder = _active()
+    return None if recorder is None else recorder.recorded
 
 
 @contextmanager
@@ -239,10 +378,9 @@ def recording(module: nn.Module) -> Iterator[None]:
     if recorded is None:
         yield
         return
-    with _Recorder(recorded):
+    with _Recorder(recorded) as recorder:
         yield
-    for key in recorded.storages:
-        _recordings[key] = recorded
+    _register(recorder.recorded)
 
 
 @final
@@ -304,6 +442,27 @@ class Deferred:
             adopt(name, together)
 
 
+def _register(recorded: InitRecording) -> None:
+    """Let tensors of a recording whose block has ended find it."""
+    _recordings.update(dict.fromkeys(recorded.storages, recorded))
+    _forget_dead(recorded)
+
+
+def _unregister(recorded: InitRecording) -> None:
+    for key in recorded.storages:
+        if _recordings.get(key) is recorded:
+            del _recordings[key]
+
+
+def _is_pending(recorded: InitRecording) -> bool:
+    """Return whether tensors of a recording are not materialized; equal on all ranks, whatever garbage they have."""
+    _forget_dead(recorded)
+    if recorded in _recordings.values():
+        gc.collect()
+        _forget_dead(recorded)
+    return recorded in _recordings.values()
+
+
 def _forget_dead(recorded: InitRecording) -> None:
     """Drop storages without tensors, so that a recording is freed with all that it keeps once it is replayed."""
     for key, storage in recorded.storages.items():
@@ -317,10 +476,11 @@ def share_seeds(recorded: InitRecording, group: ProcessGroup | None) -> None:
     states = [recorded.steps[index].generator for index in seeded]
     if zcomm.group_size(group) == 1 or not states:
         return
-    counts = zcomm.all_gather_object(len(recorded.steps), group)
-    if len(set(counts)) > 1:
+    counts = zcomm.all_gather_object([len(recorded.steps), len(seeded)], group)
+    if any(count != counts[0] for count in counts):
         raise ValueError(
-            f"the ranks built different modules inside Init (operations by rank: {counts}); build the same on all."
+            f"the ranks built different modules inside Init (operations and seeds by rank: {counts}); build the "
+            "same, and call torch.manual_seed at the same places, on all."
         )
     own = torch.stack([state for state in states if state is not None]).to(wire_device(group))
     together = own.clone()

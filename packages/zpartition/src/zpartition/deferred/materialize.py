@@ -21,7 +21,7 @@ not fit).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import final
 
 import attrs
@@ -33,7 +33,7 @@ from torch.nn import Parameter
 import zcomm
 from zpartition import _compat
 from zpartition.deferred.fake_device import clear_fake_device, set_fake_device
-from zpartition.deferred.init import recording_for, share_seeds, wire_device
+from zpartition.deferred.init import recording_for, share_seeds, suspend_init, wire_device
 from zpartition.deferred.recording import InitRecording, Key, Ref, key_of
 
 __all__ = ["MaterializedStorages", "early_weights", "materialize"]
@@ -75,7 +75,7 @@ class MaterializedStorages:
 def materialize(recorded: InitRecording, group: ProcessGroup | None) -> MaterializedStorages:
     """Replay a recording once, keep the storages, and let the recording begin from them.  A collective."""
     known = getattr(recorded.before, "__self__", None)
-    if isinstance(known, MaterializedStorages):
+    if isinstance(known, MaterializedStorages) and not recorded.steps:
         return known
     share_seeds(recorded, group)
     made = MaterializedStorages(group)
@@ -99,16 +99,17 @@ def early_weights(tensors: Iterable[Tensor], modifier_rank: int | None) -> Itera
         if (recorded := recording_for(tensor)) is not None:
             by_recording.setdefault(id(recorded), (recorded, []))[1].append(tensor)
     devices = {id(param): device for param, device in faked}
-    blocks = [_EarlyBlock.of(recorded, members, devices) for recorded, members in by_recording.values()]
-    try:
-        yield
-    finally:
+    with suspend_init() if by_recording else nullcontext():
+        blocks = [_EarlyBlock.of(recorded, members, devices) for recorded, members in by_recording.values()]
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.make_meta()
+            for param, device in faked:
+                set_fake_device([param], device)
         for block in blocks:
-            block.make_meta()
-        for param, device in faked:
-            set_fake_device([param], device)
-    for block in blocks:
-        block.adopt_agreed() if modifier_rank is None else block.broadcast_edits(modifier_rank)
+            block.adopt_agreed() if modifier_rank is None else block.broadcast_edits(modifier_rank)
 
 
 @final

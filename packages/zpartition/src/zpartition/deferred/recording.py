@@ -14,7 +14,7 @@ from torch import Tensor
 from zpartition import _compat
 from zpartition._compat import tree_flatten, tree_map_only
 
-__all__ = ["InitRecording", "Key", "Ref", "is_meta", "key_of"]
+__all__ = ["GeneratorMarks", "InitRecording", "Key", "Ref", "is_meta", "key_of"]
 
 _META = torch.device("meta")
 # In-place operations that overwrite all of the old content.
@@ -107,6 +107,9 @@ class GeneratorMarks:
             self.last = _hash(start)
             self.known = {self.last: attrs.evolve(self.mark, start=start)}
 
+    def copy(self) -> GeneratorMarks:
+        return attrs.evolve(self, known=dict(self.known))
+
     def end(self) -> int | None:
         """Return the operation that the generator will follow; None if user code has used it since."""
         mark = self.known.get(_hash(torch.get_rng_state()))
@@ -124,6 +127,7 @@ class InitRecording:
     marks: GeneratorMarks = attrs.field(factory=GeneratorMarks)
     is_own: bool = True  # the numbers are those that this process would have drawn
     before: Callable[[Key], Tensor | None] = attrs.field(default=lambda _: None)  # content before the first step
+    is_replayed: bool = False  # since `suspend_init` has set it to False
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute an operation on the meta device, and record it."""
@@ -186,6 +190,7 @@ class InitRecording:
         The generator ends where the plain build would have left it, unless user code used it since, or the numbers
         are another rank's.  The order is equal on all ranks that recorded the same operations.
         """
+        self.is_replayed = True
         real = dict(self.constants)
         order = _early(self.steps)
         steps = [self.steps[number] for number in order]
@@ -210,6 +215,23 @@ class InitRecording:
                 deliver(key, real[key] if key in real else self._first(key))
         if ends is not None and self.is_own:
             torch.set_rng_state(states[ends])
+
+    def absorb(self, other: InitRecording) -> None:
+        """Continue with the operations of `other`, whose block has ended; `other` must not be used any more."""
+        shift, mine, theirs = len(self.steps), self.before, other.before
+        for step in other.steps:
+            self.steps.append(step if step.follows is None else attrs.evolve(step, follows=step.follows + shift))
+        for state, mark in other.marks.known.items():
+            self.marks.mark = self.marks.known[state] = attrs.evolve(mark, step=mark.step + shift)
+        self.constants.update(other.constants)
+        self.storages.update(other.storages)
+        self.is_own, other.is_replayed = self.is_own and other.is_own, True
+
+        def before(key: Key) -> Tensor | None:
+            found = mine(key)
+            return theirs(key) if found is None else found
+
+        self.before = before
 
     def evaluate(self, tensor: Tensor) -> Tensor | None:
         """Compute the value of one tensor now; None if that needs random numbers."""

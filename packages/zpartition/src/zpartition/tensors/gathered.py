@@ -31,6 +31,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.core import PartitionState
+from zpartition.deferred.init import suspend_init
 from zpartition.deferred.materialize import early_weights
 from zpartition.memory.placement import same_bits
 from zpartition.ownership import acquirer_of, owner_of
@@ -57,6 +58,8 @@ def gathered(
     partitions = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
     with ExitStack() as stack:
         stack.enter_context(early_weights(params, modifier_rank))
+        if partitions:
+            stack.enter_context(suspend_init())
         opened = [(p, _open_block(p, params, modifier_rank)) for p in partitions.values()]
         for partition, block in opened:
             partition.check_weights_resident() if modifier_rank is None else partition.check_resident()

@@ -15,7 +15,6 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zpartition
 from zengine.deepspeed.accelerator import get_accelerator
@@ -73,32 +72,21 @@ class Init(AbstractContextManager["Init"]):
         self._enabled = enabled and module is None
         self._dtype = dtype
         self._undo = ExitStack()
-        self._made: list[Parameter] = []  # in order of registration
         if enabled and module is not None:
-            self._made.extend(module.parameters())
-            self._mark()
+            _mark_all(module.parameters())
 
     def __enter__(self) -> Init:
         if self._enabled:
-            init_distributed()  # as DeepSpeed does: edits before `initialize` must reach all ranks
-            self._undo.callback(self._mark)
-            record: Any = lambda _module, _name, param: self._made.append(param)  # noqa: E731
-            self._undo.callback(register_module_parameter_registration_hook(record).remove)
+            with zpartition.suspend_init():
+                init_distributed()  # as DeepSpeed does: edits before `initialize` must reach all ranks
             device = get_accelerator().current_device_name()  # for layers added later: a larger embedding, an adapter
-            self._undo.enter_context(zpartition.Init(make_buffers=True, fake_device=device))
-            if self._dtype is not None:
-                self._undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(self._dtype)
+            self._undo.enter_context(
+                zpartition.Init(make_buffers=True, fake_device=device, dtype=self._dtype, registered=_mark_all)
+            )
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._undo.close()
-
-    def _mark(self) -> None:
-        for param in self._made:
-            if param is not None:
-                mark(param)
-        self._made.clear()
 
 
 @final
@@ -132,6 +120,11 @@ class GatheredParameters(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
+
+
+def _mark_all(params: Iterable[Parameter]) -> None:
+    for param in params:
+        mark(param)
 
 
 def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
