@@ -16,11 +16,14 @@ from zpartition.tensor import (
     ColumnLinear,
     RowLinear,
     VocabularyEmbedding,
+    find_tp_plan,
     infer_verified_plan,
     parallelize,
+    plan_by_names,
     read_tp_plan,
     tp_model_init,
     verify,
+    verify_on_first_call,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -46,6 +49,18 @@ def make(name: str) -> nn.Module:
             n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32, bos_token_id=1, eos_token_id=2
         )
         return transformers.GPT2LMHeadModel(config)
+    if name == "opt":
+        sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+        return transformers.OPTForCausalLM(transformers.OPTConfig(**SIZES, **sizes))
+    if name == "t5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=64, **sizes))
+    if name == "deepseek":
+        sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8}
+        dense: dict[str, Any] = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
+        dense["experts_implementation"] = "eager"
+        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES, **sizes, **experts, **dense))
     kind = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3", "neox": "GPTNeoX", "bert": "Bert"}[name]
     grouped = {"num_key_value_heads": 2} if name in ("llama", "qwen3", "phi3") else {}
     config = getattr(transformers, f"{kind}Config")(**SIZES, **grouped)
@@ -131,3 +146,74 @@ def test_a_model_built_inside_init_is_split_and_trains_equally() -> None:
     for plain, deferred in run_ranks(_without_memory, 2, timeout_s=240):
         assert deferred == plain
         assert plain == pytest.approx(expected, abs=2e-5)
+
+
+def _by_names(name: str) -> list[float]:
+    model = make(name).double().train(mode=False)
+    plan = plan_by_names(model, 2, vocabulary=True)
+    pending = verify_on_first_call(model, plan, None)
+    parallelize(model, plan)
+    found = losses(model)
+    assert not any(block.handle.id in model.get_submodule(block.path)._forward_pre_hooks for block in pending.blocks)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "neox", "bert", "gpt2", "opt", "deepseek", "t5"])
+def test_models_split_by_names_train_as_whole_ones(name: str) -> None:
+    expected = losses(make(name).double().eval())
+    for found in run_ranks(_by_names, 2, name):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_blocks_of_the_usual_form_are_split_between_their_layers() -> None:
+    def joined(name: str) -> set[str]:
+        rules = plan_by_names(make(name), 2).rules
+        return {rule.pattern.rpartition(".")[2] for rule in rules if getattr(rule.style, "gathers", False)}
+
+    assert joined("llama") == joined("qwen3") == joined("opt") == set()
+    assert joined("phi3") == {"qkv_proj", "gate_up_proj"}
+    assert joined("gpt2") == {"c_attn"}
+    assert joined("neox") == {"query_key_value"}
+
+
+def test_every_form_of_a_declared_plan_is_found() -> None:
+    model: Any = make("llama")
+    whole = dict(find_tp_plan(model))
+    assert whole["model.layers.*.self_attn.o_proj"] == "rowwise"
+    model._tp_plan = {"lm_head": "colwise_rep"}  # as before 4.50: the rest is in the config, or in the base model
+    assert find_tp_plan(model) == {**whole, "lm_head": "colwise_rep"}
+    model.model._tp_plan = {}
+    without_embedding = {key: style for key, style in whole.items() if "embed" not in key}
+    assert find_tp_plan(model) == {**without_embedding, "lm_head": "colwise_rep"}
+    assert find_tp_plan(nn.ModuleDict({"inner": model}))["inner.model.layers.*.mlp.down_proj"] == "rowwise"
+    model.config.base_model_tp_plan = None
+    assert find_tp_plan(model) == {}, "the head alone is no plan"
+
+
+def _declared(kind: str) -> tuple[list[float], list[str]]:
+    model: Any = make(kind)
+    if kind == "llama":  # local layers, whose sums an enclosing module gathers: of versions before 5
+        model._tp_plan = {}
+        names = {"gate_proj": "local_colwise", "up_proj": "local_colwise", "down_proj": "local_rowwise"}
+        model.model._tp_plan = {f"layers.*.mlp.{name}": style for name, style in names.items()}
+        model.model._tp_plan |= {"layers.*.mlp": "gather", "layers.*.input_layernorm.weight": "sequence_parallel"}
+        model.config.base_model_tp_plan = None
+    settings = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}, "gradient_clipping": 0.0}
+    settings["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = zengine.initialize(model=model.double(), config=settings)
+    found = []
+    for _ in range(3):
+        engine.backward(engine(**TOKENS, labels=TOKENS["input_ids"]).loss)
+        found.append(engine.step().loss)
+    columns = [name for name, child in model.named_modules() if isinstance(child, ColumnLinear)]
+    engine.close()
+    return found, columns
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
+def test_older_styles_and_unreadable_ones_train_as_one_process(kind: str) -> None:
+    expected = losses(make(kind).double())
+    for found, columns in run_ranks(_declared, 2, kind):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert "model.layers.0.mlp.up_proj" in columns
+        assert "model.layers.0.self_attn.q_proj" not in columns

@@ -44,6 +44,10 @@ def model(inner: int = 8, **attributes: Any) -> nn.Module:
     return made
 
 
+def nameless() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24))
+
+
 def split(module: nn.Module, section: dict[str, Any], data: Any = None) -> tuple[list[str], list[int]]:
     """Layers that are split, and this rank's numbers of outputs of the columns among them."""
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 2, **section}}
@@ -61,7 +65,11 @@ def _ways() -> dict[str, Any]:
         model(), {"partition_config": {"layer_specs": SPECS, "use_default_specs": False}}, Rows()
     )
     found["specs and the rest"] = split(model(), {"partition_config": {"layer_specs": SPECS}}, Rows())
-    found["specs without a sample"] = split(model(), {"partition_config": {"layer_specs": SPECS}})
+    found["specs and names"] = split(model(), {"partition_config": {"layer_specs": SPECS}})
+    found["names"] = split(model(), {})
+    with zpartition.Init():
+        empty = model()
+    found["names without memory"] = split(empty, {}, Rows())
     plan = {"0.gate": "colwise", "0.up": "colwise", "0.down": "rowwise"}
     found["the model's own"] = split(model(tp_plan=plan), {})
     with zpartition.Init():
@@ -78,7 +86,8 @@ def test_every_source_of_a_plan_is_heard() -> None:
     heads = ["2.q_proj", "2.k_proj", "2.v_proj", "2.o_proj"]
     assert one["inferred"] == (mlp + heads, [4, 4, 16, 8, 8])  # 3 groups of heads: 2 here
     assert other["inferred"] == (mlp + heads, [4, 4, 8, 4, 4])
-    assert one["specs alone"] == one["specs without a sample"] == one["the model's own"] == (mlp, [4, 4])
+    assert one["specs alone"] == one["the model's own"] == (mlp, [4, 4])
+    assert one["specs and names"] == one["names"] == one["names without memory"] == one["inferred"]
     assert one["without memory"] == one["the model's own"]
     assert one["specs and the rest"] == one["inferred"]
     assert (one["coarse"][1], other["coarse"][1]) == ([32, 32], [16, 16])
@@ -95,17 +104,15 @@ def _mistakes() -> list[str]:
         (model(), {"partition_config": {"layer_specs": [{"patterns": ["nothing"]}]}}),
         (model(), {"partition_config": {"layer_specs": [{"patterns": [".*gate.*"], "shape": [3, -1]}]}}),
         (model(tp_plan={"0.down": "diagonal_row"}), {}),
-        (model(), {}),
+        (nameless(), {}),
     ):  # fmt: skip
         log: list[Any] = []
         with zcomm.traced(log), pytest.raises(ValueError, match=r".") as caught:
             split(module, section)
         found.append(f"{len(log)} messages: {caught.value}")
     with zpartition.Init():
-        empty = model()
-    with pytest.raises(
-        ValueError, match=r"the Sequential was built inside zero.Init .* name them in tensor_parallel"
-    ):
+        empty = nameless()
+    with pytest.raises(ValueError, match=r"it was built inside zero.Init .* or name its layers in tensor_parallel"):
         split(empty, {}, Rows())
     with pytest.raises(zengine.RanksDisagree, match=r"0\.gate\.weight \(8, 24\).*0\.gate\.weight \(10, 24\)"):
         split(model(8 + 2 * zcomm.group_rank()), {}, Rows())
@@ -119,8 +126,8 @@ def test_what_cannot_be_split_is_told_with_its_numbers_before_any_message() -> N
         "0 messages: partition_config.layer_specs[0]: pattern 'nothing' fits no weight of the model",
         "0 messages: partition_config.layer_specs[0]: the 8 rows of 0.gate cannot be split into 3 equal blocks",
         "0 messages: tp_plan: style 'diagonal_row' of '0.down' is not known",
-        "0 messages: the tensor-parallel plan of Sequential is inferred by running it on a small input, and there is "
-        "none: pass training_data=",
+        "0 messages: the tensor-parallel plan of Sequential cannot be inferred: it cannot be run, since there is no "
+        "small input; and none of the 2 linear layers of Sequential has the name of a last projection (o_proj, ",
     ]
     for found in run_ranks(_mistakes, 2):
         for text, begins in zip(found, expected, strict=True):

@@ -86,11 +86,12 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     check_mesh(module, groups)
     loader = make_training_loader(client, plan, world, groups)
     check_experts(module, plan)
+    pending: Sequence[Closable] = ()
     if plan.parallel.degrees.tensor > 1:
         from zengine.build.tensor_parallel import first_batch, split_tensors
 
         sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
-        split_tensors(module, plan, groups, world.device, sample)
+        pending = [split_tensors(module, plan, groups, world.device, sample)]
     distribute_experts(module, plan, groups)
     with zpartition.recording(module):  # for a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
@@ -103,7 +104,7 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     try:
         if plan.parallel.degrees.tensor > 1:
             check_copies(partition, groups)
-        return _make_parts(partition, loader, client, plan, world, groups)
+        return _make_parts(partition, loader, client, plan, world, groups, pending)
     except BaseException:
         partition.close(keep_weights=False)  # frees the module for another attempt; other ranks may not get here
         raise
@@ -116,6 +117,7 @@ def _make_parts(
     plan: Plan,
     world: zcomm.World,
     groups: zcomm.Groups,
+    pending: Sequence[Closable] = (),
 ) -> Parts:
     """Build the other parts for the partitioned module."""
     optimizer = partition.optimizer
@@ -149,7 +151,8 @@ def _make_parts(
             checkpointing=checkpointing,
             loader=loader,
             client_scheduler=scheduler,
-            runner=make_runner(plan, partition.module, world.device, checkpointing),  # last: it changes the module
+            # last: it changes the module
+            runner=make_runner(plan, partition.module, world.device, checkpointing, pending),
         )
         opened.pop_all()
     return parts
@@ -283,12 +286,18 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
     return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
 
 
-def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]) -> Runner:
-    """Return the runner of forward, after changing `module` as the plan asks."""
+def make_runner(
+    plan: Plan,
+    module: nn.Module,
+    device: torch.device,
+    checkpointing: Callable[[], Any],
+    pending: Sequence[Closable] = (),
+) -> Runner:
+    """Return the runner of forward, after changing `module` as the plan asks.  It closes what is `pending`, too."""
     runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
     if plan.numerics.autocast != torch.float32:
         runner = AutocastRunner(device.type, plan.numerics.autocast)
-    held: list[Closable] = []
+    held: list[Closable] = [*pending]
     with ExitStack() as done:  # undoes the changes if a later one fails
         if plan.precision.param in _NARROW:
             wide = zprecision.WideBuffers.install(module, keep=plan.precision.keep, param=plan.precision.param)

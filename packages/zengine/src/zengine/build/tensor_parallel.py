@@ -2,14 +2,17 @@
 
 The split of each layer comes from the config's `layer_specs`, from the model (`tp_plan`, as Transformers' models
 have), or from the model's behaviour: inferred from one small input, and verified by running the model whole and
-split.  The input is a sample of the training data, or the model's `dummy_inputs`.  Specs come first; layers without
-one follow the model's plan or the inferred one, unless the config says otherwise.  The combined plan is verified too.
+split.  The input is a sample of the training data, or the model's `dummy_inputs`.  Without an input the plan follows
+the names of the layers, and each block verifies itself when the first batch comes.  Specs come first; layers without
+one follow the model's plan, the inferred one or names, unless the config says otherwise.  The combined plan is
+verified too.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from zengine.config import Plan
     from zengine.config.plan.parallel import TensorPlan
 
-__all__ = ["VERIFIED_NUMEL", "Input", "first_batch", "model_tp_plan", "small_input", "split_tensors"]
+__all__ = ["VERIFIED_NUMEL", "Input", "first_batch", "small_input", "split_tensors"]
 
 log = logging.getLogger("zengine")
 
@@ -39,33 +42,58 @@ VERIFIED_NUMEL = 2**28
 Input = tuple[tuple[Any, ...], Mapping[str, Any]]  # arguments of forward
 
 
+class Origin(enum.Enum):
+    """Origin of the split of the layers that the config does not name."""
+
+    WRITTEN = "in the config or the model"
+    INFERRED = "one run"
+    NAMES = "names of layers"
+
+
+@attrs.frozen
+class Proposal:
+    """A plan that is not verified yet."""
+
+    plan: tensor.TensorPlan
+    origin: Origin = Origin.WRITTEN
+    has_specs: bool = False  # some of its rules are those of the config
+
+
 def split_tensors(
     module: nn.Module, plan: Plan, groups: zcomm.Groups, device: torch.device, sample: Callable[[], Any]
-) -> None:
+) -> tensor.PendingVerification:
     """Split `module` in place over the tensor ranks, if there are several and it is not split yet.  All ranks call.
 
     sample: returns a small batch, as forward gets it; None if there is none.
+    Returns the blocks that verify themselves at their first call.
 
     Raises:
-        ValueError: the plan does not fit the model, or there is neither a plan nor an input to infer one from; before
-            any message, unless the verification finds it.
+        ValueError: the plan does not fit the model, or there is none, no input to infer one from, and no layer with a
+            known name; before any message, unless the verification finds it.
         RanksDisagree: ranks have different models or configs.
     """
     if plan.parallel.degrees.tensor == 1 or zpartition.model_parallel_group_of(module).size > 1:
-        return
+        return tensor.PendingVerification(())
     wanted, group = plan.parallel.tensor, groups.tensor()
     is_stage = zpartition.pipeline_stages_of(module).size > 1
     is_deferred = zpartition.is_deferred(module)  # has no values: cannot be run or moved
     given = None if is_stage or is_deferred else small_input(module, sample, device)
     if not is_deferred:
         module.to(device)
-    proposal = _propose_for_stage(module, wanted) if is_stage else _propose(module, wanted, given)
-    tensor.resolve(proposal, module, zcomm.group_size(group), zcomm.group_rank(group))  # errors before any message
+    num_ranks, rank = zcomm.group_size(group), zcomm.group_rank(group)
+    proposal = _propose_for_stage(module, wanted) if is_stage else _propose(module, wanted, given, num_ranks)
+    tensor.resolve(proposal.plan, module, num_ranks, rank)  # errors before any message
     compare({"plan": plan_lines(plan)}, groups.world())
     compare({"parameters": parameter_lines(module)}, _same_layers(groups))
     if is_stage:
-        _check_patterns(proposal, wanted, groups)
-    tensor.parallelize(module, _verify(proposal, module, wanted, group, given), group)
+        _check_patterns(proposal.plan, wanted, groups)
+    verified = _verify(proposal, module, wanted, group, given)
+    if proposal.origin is Origin.NAMES:
+        pending = tensor.verify_on_first_call(module, verified, group)
+    else:
+        pending = tensor.PendingVerification(())
+    tensor.parallelize(module, verified, group)
+    return pending
 
 
 def first_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device) -> Any:
@@ -79,42 +107,64 @@ def first_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, dev
     return map_tensors(batch, lambda leaf: leaf.to(device))
 
 
-def _propose(module: nn.Module, wanted: TensorPlan, given: Input | None) -> tensor.TensorPlan:
+def _propose(module: nn.Module, wanted: TensorPlan, given: Input | None, num_ranks: int) -> Proposal:
     """Return the plan that this rank can make without communication."""
     uncovered = tensor.Uncovered.REFUSE if wanted.is_strict else tensor.Uncovered.KEEP
     rules = tensor.read_layer_specs({"layer_specs": wanted.layer_specs}, module).rules
-    if rules and wanted.completes and given is None and not model_tp_plan(module):
-        log.warning(
-            "tensor_parallel.partition_config: layers without a spec stay whole, since there is no sample of the "
-            "training data to infer their split from. Set use_default_specs to false if that is intended"
-        )
-    elif not rules or wanted.completes:
-        own = model_tp_plan(module)
-        suggested = tensor.read_tp_plan(own, module) if own else _infer(module, wanted, given)
-        rules = (*rules, *suggested.rules)
-    return tensor.TensorPlan(rules, uncovered, wanted.grain)
+    origin = Origin.WRITTEN
+    if not rules or wanted.completes:
+        suggested, origin = _suggest(module, wanted, given, num_ranks, has_specs=bool(rules))
+        rules = (*rules, *suggested)
+    plan = tensor.TensorPlan(rules, uncovered, wanted.grain)
+    return Proposal(plan, origin, has_specs=bool(wanted.layer_specs))
 
 
-def _infer(module: nn.Module, wanted: TensorPlan, given: Input | None) -> tensor.TensorPlan:
-    if given is None and zpartition.is_deferred(module):
-        raise ValueError(
-            f"the {type(module).__name__} was built inside zero.Init and has no values yet, so it cannot be run to "
-            "infer how its layers are split: name them in tensor_parallel.partition_config.layer_specs, or build the "
-            "model outside of zero.Init."
-        )
-    if given is None:
-        raise ValueError(
-            f"the tensor-parallel plan of {type(module).__name__} is inferred by running it on a small input, and "
-            "there is none: pass training_data= to initialize(), give the model dummy_inputs (the arguments of its "
-            "forward by name), or name its layers in tensor_parallel.partition_config.layer_specs."
-        )
-    args, kwargs = given
-    return tensor.infer_plan(module, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
+def _suggest(
+    module: nn.Module, wanted: TensorPlan, given: Input | None, num_ranks: int, *, has_specs: bool
+) -> tuple[Sequence[tensor.Rule], Origin]:
+    """Return the split of layers that the config does not name."""
+    if own := tensor.find_tp_plan(module):
+        try:
+            return tensor.read_tp_plan(own, module).rules, Origin.WRITTEN
+        except ValueError as error:
+            if given is None:
+                raise
+            log.warning("tensor_parallel: the model's plan is not used, one is inferred instead. %s", error)
+    if given is not None:
+        args, kwargs = given
+        inferred = tensor.infer_plan(module, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
+        return inferred.rules, Origin.INFERRED
+    try:
+        named = tensor.plan_by_names(module, num_ranks, vocabulary=wanted.splits_vocabulary)
+    except ValueError as error:
+        if has_specs:
+            return (), Origin.WRITTEN
+        raise ValueError(_no_plan_message(module, error)) from None
+    log.warning(
+        "tensor_parallel: there is no sample of the training data to infer a plan from, so layers of %s are split by "
+        "their names: %s. Each block is verified when it is called first",
+        type(module).__name__,
+        ", ".join(rule.pattern for rule in named.rules),
+    )
+    return named.rules, Origin.NAMES
 
 
-def _propose_for_stage(module: nn.Module, wanted: TensorPlan) -> tensor.TensorPlan:
+def _no_plan_message(module: nn.Module, error: ValueError) -> str:
+    cause = (
+        "was built inside zero.Init and has no values yet, so it cannot be run"
+        if zpartition.is_deferred(module)
+        else "cannot be run, since there is no small input"
+    )
+    return (
+        f"the tensor-parallel plan of {type(module).__name__} cannot be inferred: it {cause}; and {error} Pass "
+        "training_data= to initialize(), give the model dummy_inputs (the arguments of its forward by name), or name "
+        "its layers in tensor_parallel.partition_config.layer_specs."
+    )
+
+
+def _propose_for_stage(module: nn.Module, wanted: TensorPlan) -> Proposal:
     """Return the plan of this rank's layers by specs or the model's plan; one stage cannot be run to infer it."""
-    own = model_tp_plan(module)
+    own = tensor.find_tp_plan(module)
     if not wanted.layer_specs and not own:
         raise ValueError(
             "tensor_parallel of a PipelineModule: the split of its layers cannot be inferred, since no rank can run "
@@ -124,7 +174,7 @@ def _propose_for_stage(module: nn.Module, wanted: TensorPlan) -> tensor.TensorPl
     uncovered = tensor.Uncovered.REFUSE if wanted.is_strict else tensor.Uncovered.KEEP
     rules = tensor.read_layer_specs({"layer_specs": wanted.layer_specs}, module, is_part=True).rules
     suggested = tensor.read_tp_plan(own, module).rules if own and (wanted.completes or not rules) else ()
-    return tensor.TensorPlan((*rules, *suggested), uncovered, wanted.grain)
+    return Proposal(tensor.TensorPlan((*rules, *suggested), uncovered, wanted.grain))
 
 
 def _check_patterns(proposal: tensor.TensorPlan, wanted: TensorPlan, groups: zcomm.Groups) -> None:
@@ -145,28 +195,18 @@ def _same_layers(groups: zcomm.Groups) -> ProcessGroup | None:
 
 
 def _verify(
-    proposal: tensor.TensorPlan,
-    module: nn.Module,
-    wanted: TensorPlan,
-    group: ProcessGroup | None,
-    given: Input | None,
+    proposal: Proposal, module: nn.Module, wanted: TensorPlan, group: ProcessGroup | None, given: Input | None
 ) -> tensor.TensorPlan:
     """Return the verified plan: an inferred one is corrected by verification, a given one is verified if possible."""
-    args, kwargs = given or ((), {})
-    if not wanted.layer_specs and not model_tp_plan(module):
+    plan, (args, kwargs) = proposal.plan, given or ((), {})
+    if proposal.origin is Origin.INFERRED and not proposal.has_specs:
         verified = tensor.infer_verified_plan(
             module, group, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary
         )
-        return attrs.evolve(verified, uncovered=proposal.uncovered, grain=proposal.grain)
+        return attrs.evolve(verified, uncovered=plan.uncovered, grain=plan.grain)
     if given is not None and sum(param.numel() for param in module.parameters()) <= VERIFIED_NUMEL:
-        tensor.verify(module, proposal, group, *args, kwargs=kwargs)
-    return proposal
-
-
-def model_tp_plan(module: nn.Module) -> Mapping[str, str]:
-    """Return the model's own plan; empty if it covers only the head."""
-    own: Mapping[str, str] = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
-    return own if any("row" in style and "embedding" not in style for style in own.values()) else {}
+        tensor.verify(module, plan, group, *args, kwargs=kwargs)
+    return plan
 
 
 def small_input(module: nn.Module, sample: Callable[[], Any], device: torch.device) -> Input | None:

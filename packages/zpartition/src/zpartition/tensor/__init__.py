@@ -11,11 +11,18 @@ from zpartition.tensor.infer_plan import infer_plan, infer_verified_plan
 from zpartition.tensor.layer_split import LayerSplit
 from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from zpartition.tensor.marked import adopt_marked_split
+from zpartition.tensor.name_plan import plan_by_names
 from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered, resolve
-from zpartition.tensor.read_plan import read_injection_policy, read_layer_specs, read_tp_plan, tp_model_init
+from zpartition.tensor.read_plan import (
+    find_tp_plan,
+    read_injection_policy,
+    read_layer_specs,
+    read_tp_plan,
+    tp_model_init,
+)
 from zpartition.tensor.styles import Column, Gather, NormShard, Replicated, Row, Scatter, Style, Vocabulary
-from zpartition.tensor.verify import verify
+from zpartition.tensor.verify import PendingVerification, verify, verify_on_first_call
 from zpartition.tensor.vocabulary import VocabularyEmbedding, vocabulary_cross_entropy
 from zpartition.tensors.whole import load_whole_state_dict, whole_state_dict
 
@@ -26,6 +33,7 @@ __all__ = [
     "Gather",
     "LayerSplit",
     "NormShard",
+    "PendingVerification",
     "Replicated",
     "Row",
     "RowConv1D",
@@ -38,16 +46,19 @@ __all__ = [
     "Vocabulary",
     "VocabularyEmbedding",
     "adopt_marked_split",
+    "find_tp_plan",
     "infer_plan",
     "infer_verified_plan",
     "load_whole_state_dict",
     "parallelize",
+    "plan_by_names",
     "read_injection_policy",
     "read_layer_specs",
     "read_tp_plan",
     "resolve",
     "tp_model_init",
     "verify",
+    "verify_on_first_call",
     "vocabulary_cross_entropy",
     "whole_state_dict",
 ]

@@ -25,7 +25,7 @@ from zpartition.tensor.styles import Column, NormShard, Row, Style, Vocabulary
 from zpartition.tensor.tracing import LayerFlow, trace
 from zpartition.tensor.verify import find_problem, verify
 
-__all__ = ["infer_plan", "infer_verified_plan", "inputs_of"]
+__all__ = ["gathered_pair", "infer_plan", "infer_verified_plan", "inputs_of", "pairs_plan"]
 
 
 def infer_plan(
@@ -41,7 +41,7 @@ def infer_plan(
         ValueError: no two layers of the model can be split as a pair, or there is no input.
     """
     pairs = _find_pairs(model, args, inputs_of(model, args, kwargs))
-    return _plan(pairs, model, vocabulary)
+    return pairs_plan(pairs, model, vocabulary)
 
 
 def infer_verified_plan(
@@ -66,9 +66,9 @@ def infer_verified_plan(
         kinds.setdefault(_generalize(list(pair)[-1]), []).append(pair)
     checked: list[dict[str, Style]] = []
     for pairs in kinds.values():
-        fits = not find_problem(model, _plan(pairs, model), group, args, given)
-        checked += pairs if fits else [_gathered_pair(pair) for pair in pairs]
-    plan = _plan(checked, model, vocabulary)
+        fits = not find_problem(model, pairs_plan(pairs, model), group, args, given)
+        checked += pairs if fits else [gathered_pair(pair) for pair in pairs]
+    plan = pairs_plan(checked, model, vocabulary)
     verify(model, plan, group, *args, kwargs=given)
     return plan
 
@@ -103,14 +103,15 @@ def _find_pairs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return pairs
 
 
-def _plan(pairs: Iterable[Mapping[str, Style]], model: nn.Module, vocabulary: bool = False) -> TensorPlan:
+def pairs_plan(pairs: Iterable[Mapping[str, Style]], model: nn.Module, vocabulary: bool = False) -> TensorPlan:
+    """Return the plan of these styles by module, one rule for layers that differ in numbers only."""
     modules = dict(model.named_modules())
     styles = {name: style for pair in pairs for name, style in pair.items()}
     ends = _vocabulary_ends(model) if vocabulary else {}
     return TensorPlan(_rules({**ends, **styles}, modules), uncovered=Uncovered.KEEP)
 
 
-def _gathered_pair(pair: Mapping[str, Style]) -> dict[str, Style]:
+def gathered_pair(pair: Mapping[str, Style]) -> dict[str, Style]:
     """Split the same layers, with whole activations between them."""
     joined: dict[type[Style], Style] = {Column: Column(gathers=True), Row: Row(takes_part=True)}
     return {name: joined[type(style)] for name, style in pair.items() if type(style) in joined}
@@ -128,7 +129,7 @@ def _pair(flow: LayerFlow, modules: Mapping[str, nn.Module], row: str, columns: 
     if not (fits and is_over_heads) or (units == inputs and any(size != inputs for size in sizes)):
         return {}
     if any(flow.blocks.get(name) and linear_kind(modules[name]) is not LINEAR for name in columns):
-        return _gathered_pair({**dict.fromkeys(columns, Column()), row: Row()})
+        return gathered_pair({**dict.fromkeys(columns, Column()), row: Row()})
     styles: dict[str, Style] = {name: Column(units=units, blocks=flow.blocks.get(name, ())) for name in columns}
     return {**styles, **dict.fromkeys(norms, NormShard()), row: Row(units=units)}
 

@@ -24,7 +24,7 @@ from zpartition.tensor.styles import Column, Gather, NormShard, Row, Scatter, Vo
 from zpartition.tensor.vocabulary import vocabulary_class
 from zpartition.tensors.whole import part_of
 
-__all__ = ["apply_splits", "parallelize"]
+__all__ = ["apply_splits", "enclosing_block", "parallelize"]
 
 
 def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None = None) -> list[LayerSplit]:
@@ -76,12 +76,16 @@ def _enclosing_modules(splits: Sequence[LayerSplit]) -> list[str]:
     """
     rows = [split.module for split in splits if isinstance(split.style, Row)]
     found = {""}
-    for split in splits:
-        path = split.module
-        while path and isinstance(split.style, Column) and not any(row.startswith(f"{path}.") for row in rows):
-            path = path.rpartition(".")[0]
-        found.add(path if isinstance(split.style, Column) else "")
+    found.update(enclosing_block(split.module, rows) for split in splits if isinstance(split.style, Column))
     return sorted(found)
+
+
+def enclosing_block(column: str, rows: Sequence[str]) -> str:
+    """Return the path of the nearest module around a column layer that has one of the row layers, too."""
+    path = column
+    while path and not any(row.startswith(f"{path}.") for row in rows):
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _device(model: nn.Module, group: ProcessGroup | None) -> torch.device:

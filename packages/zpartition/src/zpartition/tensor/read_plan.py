@@ -8,7 +8,8 @@ patterns of a `tp_plan` that match no layer of this model, which such plans may 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.layout.hf_experts import is_hf_experts, is_sharded_hf_experts
+from zpartition.layout.units import matches
 from zpartition.tensor.infer_plan import infer_verified_plan
 from zpartition.tensor.layer_split import linear_kind
 from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered
 from zpartition.tensor.styles import Column, NormShard, Replicated, Row, Style, Vocabulary
 
-__all__ = ["read_injection_policy", "read_layer_specs", "read_tp_plan", "tp_model_init"]
+__all__ = ["find_tp_plan", "read_injection_policy", "read_layer_specs", "read_tp_plan", "tp_model_init"]
+
+log = logging.getLogger("zpartition")
 
 _STYLES: dict[str, Style] = {
     "colwise": Column(),
@@ -36,6 +40,25 @@ _STYLES: dict[str, Style] = {
     "embedding_colwise": Vocabulary(),  # the results do not depend on how an embedding is split
     "replicate": Replicated(),
     "replicated_with_grad_allreduce": NormShard(),
+    # Before version 5: layers on plain tensors, whose partial sums an enclosing module with "gather" adds.  A Row
+    # adds its own, which is the same sum, so the marks on modules around the layers need nothing.
+    "local_colwise": Column(),
+    "local_rowwise": Row(),
+    "local": Replicated(),
+    "gather": Replicated(),
+    "local_params": Replicated(),
+    "moe_identity_expert": Replicated(),  # experts are whole, so nothing is summed
+    "sequence_parallel": Replicated(),  # activations between split layers are whole, so norms see all tokens
+}
+_PACKED = ("packed_colwise", "local_packed_colwise")  # [gate; up] in one weight
+
+# Styles of Transformers that mean nothing here, and why.
+_NO_MEANING = {
+    "packed_rowwise": "a fused weight cannot be split by inputs",
+    "local_packed_rowwise": "a fused weight cannot be split by inputs",
+    "mla_kv_a_proj": "a layer cannot be split for one part of its outputs and whole for the other",
+    "all_reduce": "a module other than a linear layer cannot return partial sums",
+    "local": "a tensor that a module holds beside its layers cannot be split",
 }
 
 _SPEC_KEYS = {
@@ -77,24 +100,104 @@ def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
     """
     modules = {name: module for name, module in model.named_modules() if name}
     names = [name for name, module in modules.items() if not (is_hf_experts(module) or is_sharded_hf_experts(module))]
-    rules = []
+    bare = _bare_parameters(modules, names)
+    rules: list[Rule] = []
     for pattern, style in plan.items():
-        rule = Rule(pattern, _STYLES.get(style, Replicated()))
-        matched = [name for name in names if rule.matches(name)]
-        if matched and style not in _STYLES:
-            raise ValueError(
-                f"tp_plan: style {style!r} of {pattern!r} is not known; allowed: {', '.join(sorted(_STYLES))}. Write "
-                "a TensorPlan, or use infer_plan."
-            )
-        if matched and isinstance(modules[matched[0]], nn.Embedding) and isinstance(rule.style, Row | Column):
-            rule = Rule(pattern, Vocabulary())
-        rules += [rule] if matched else []
+        short = pattern.removesuffix(".weight").removesuffix(".bias")
+        matched = [name for name in names if matches(pattern, name) or matches(short, name)]
+        if sharded := [name for name in bare if matches(pattern, name)] if "wise" in style else []:
+            raise ValueError(_unreadable("local", f"{pattern!r} (parameter {sharded[0]})", style))
+        rules += _read_tp_style(style.lower(), pattern if pattern == short else short, matched, modules)
     if not rules:
         raise ValueError(
             f"tp_plan: none of its {len(plan)} patterns ({', '.join(list(plan)[:3])}) fits a module of this model, "
             f"which are called {', '.join(names[:5])}. Patterns are full names, with * for numbers."
         )
+    if "sequence_parallel" in plan.values():
+        log.info("tp_plan: sequence_parallel has no effect: activations between split layers are whole")
     return TensorPlan(rules, uncovered=Uncovered.KEEP)
+
+
+def find_tp_plan(model: nn.Module) -> Mapping[str, str]:
+    """Return the plan that a model of Transformers declares, with the full names of `model`; empty without one.
+
+    Read are, for the model and for models inside it (a language model behind a vision tower, say): `tp_plan` or
+    `_tp_plan` of the model, and `base_model_tp_plan` of its config, whose names begin at the base model.  The entry
+    of the outermost module that names a layer counts, and a model's own before its config's.  A plan that splits no
+    pair of layers, but the head alone, is none.
+    """
+    own = _declared(model)
+    if _splits_pairs(own):  # complete: a user's, or Transformers' with those of the config and the modules inside
+        return own
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        plans = [(path, _declared(module))]
+        base = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        if isinstance(base, Mapping) and (not path or hasattr(module, "base_model_prefix")):
+            plans.append((_join(path, _base_model_path(module, base)), base))
+        for prefix, plan in plans:
+            found = {**{_join(prefix, pattern): style for pattern, style in plan.items()}, **found}
+    return found if _splits_pairs(found) else {}
+
+
+def _declared(module: nn.Module) -> Mapping[str, str]:
+    plans = (getattr(module, name, None) for name in ("tp_plan", "_tp_plan"))
+    return next((plan for plan in plans if isinstance(plan, Mapping) and plan), {})
+
+
+def _splits_pairs(plan: Mapping[str, str]) -> bool:
+    return any("row" in style and "embedding" not in style for style in plan.values())
+
+
+def _base_model_path(module: nn.Module, plan: Mapping[str, str]) -> str:
+    """Return the path of the module at which the names of a config's plan begin."""
+    names = [name for name, _ in module.named_modules()]
+    prefix = getattr(module, "base_model_prefix", "")
+    paths = [prefix, *(name for name in names if name.count(".") < 2)] if prefix in names else names
+    return next(
+        (path for path in paths if any(matches(_join(path, pattern), name) for pattern in plan for name in names)), ""
+    )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _bare_parameters(modules: Mapping[str, nn.Module], names: Iterable[str]) -> list[str]:
+    """Return the parameters, but expert stacks', that modules other than linear layers, norms and embeddings hold."""
+    return [
+        f"{name}.{key}"
+        for name in names
+        if not isinstance(modules[name], nn.Embedding) and linear_kind(modules[name]) is None
+        for key, _ in modules[name].named_parameters(recurse=False)
+        if key not in ("weight", "bias")
+    ]
+
+
+def _read_tp_style(
+    style: str, pattern: str, matched: Sequence[str], modules: Mapping[str, nn.Module]
+) -> Sequence[Rule]:
+    """Return the rules of one entry, none if it matches no module.  Raises ValueError for an unreadable style."""
+    if not matched:
+        return []
+    if style in _PACKED and all(linear_kind(modules[name]) is not None for name in matched):
+        halves = {name: _num_outputs(modules[name]) // 2 for name in matched}
+        return [Rule(name, Column(blocks=(half, half))) for name, half in halves.items()]
+    if style not in _STYLES:
+        raise ValueError(_unreadable(style, repr(pattern), style))
+    found = _STYLES[style]
+    if isinstance(modules[matched[0]], nn.Embedding) and isinstance(found, Row | Column):
+        found = Vocabulary()
+    return [Rule(pattern, found)]
+
+
+def _unreadable(reason: str, what: str, style: str) -> str:
+    known = sorted((*_STYLES, *_PACKED))
+    why = f"has no meaning here ({_NO_MEANING[reason]})" if reason in _NO_MEANING else "is not known"
+    known_styles = ", ".join(known)
+    return (
+        f"tp_plan: style {style!r} of {what} {why}; allowed: {known_styles}. Write a TensorPlan, or use infer_plan."
+    )
 
 
 def read_layer_specs(config: Mapping[str, Any], model: nn.Module, *, is_part: bool = False) -> TensorPlan:
@@ -160,8 +263,7 @@ def _select_plan(
         return config
     if config and config.get("layer_specs"):
         return read_layer_specs(config, model)
-    own = getattr(model, "tp_plan", None)
-    if own and any("row" in style and "embedding" not in style for style in own.values()):  # not of the head alone
+    if own := find_tp_plan(model):
         return read_tp_plan(own, model)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     return infer_verified_plan(model, group, *args, kwargs=kwargs)

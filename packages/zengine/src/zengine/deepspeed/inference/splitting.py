@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 import zpartition
 from zengine.build.agreement import compare, parameter_lines
-from zengine.build.tensor_parallel import VERIFIED_NUMEL, Input, model_tp_plan, small_input
+from zengine.build.tensor_parallel import VERIFIED_NUMEL, Input, small_input
 from zengine.deepspeed.comm import get_rank, get_world_size, init_distributed, is_initialized
 from zengine.deepspeed.inference.parallel import NO_GROUP, ParallelGroup, Parallelism
 from zpartition import tensor
@@ -198,7 +198,7 @@ def written_plan(module: nn.Module, parallelism: Parallelism) -> TensorPlan | No
         return tensor.read_layer_specs(parallelism.plan, module)
     if parallelism.policy:
         return tensor.read_injection_policy(parallelism.policy, module, _observed_plan(module))
-    own = model_tp_plan(module)
+    own = tensor.find_tp_plan(module)
     return tensor.read_tp_plan(own, module) if own else None
 
 
