@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -18,10 +20,14 @@ def batch_of(rank: int, index: int) -> torch.Tensor:
     return torch.linspace(-1, 1 + index + 2 * rank, 6).view(2, 3)
 
 
-def trained(stage: int, operation: str) -> dict[str, torch.Tensor]:
+def trained(stage: int, operation: str, **zero: Any) -> dict[str, torch.Tensor]:
     engine = small_engine(
-        gradient_allreduce_op=operation, gradient_accumulation_steps=2, zero_optimization={"stage": stage}
+        gradient_allreduce_op=operation,
+        gradient_accumulation_steps=2,
+        zero_optimization={"stage": stage, **zero},
     )
+    if "reduce_bucket_size" in zero:  # 0: a bucket holds one parameter
+        assert len(engine.parts.partition.layout.buckets) == len(list(engine.module.parameters()))
     for index in range(2):
         engine.backward(engine(batch_of(zcomm.group_rank(), index)))
         engine.step()
@@ -47,6 +53,15 @@ def sums_of_plain_torch() -> dict[str, torch.Tensor]:
 def test_gradients_are_summed_over_replicas_and_averaged_over_micro_steps(stage: int) -> None:
     expected = sums_of_plain_torch()
     for weights in run_ranks(trained, 2, stage, "SUM"):
+        assert {name: torch.equal(weights[name], expected[name]) for name in expected} == dict.fromkeys(
+            expected, True
+        )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_bucket_size_of_zero_reduces_each_parameter_by_itself(stage: int) -> None:
+    expected = sums_of_plain_torch()
+    for weights in run_ranks(trained, 2, stage, "sum", reduce_bucket_size=0, contiguous_gradients=False):
         assert {name: torch.equal(weights[name], expected[name]) for name in expected} == dict.fromkeys(
             expected, True
         )
