@@ -32,6 +32,7 @@ from zpartition.layout.policy import (
     Tier,
     ZeroPolicy,
 )
+from zpartition.ownership import reclaim_weights
 from zpartition.partition import Partition
 from zpartition.sharding import shard
 from zpartition.state.addressing import StagedState, make_state, state_shards
@@ -97,6 +98,7 @@ __all__ = [
     "plan",
     "plan_layout",
     "plan_traffic",
+    "reclaim_weights",
     "recording",
     "replicas_of",
     "safe_get_full_fp32_param",

@@ -111,7 +111,7 @@ class Partition(PartitionState):
             zcomm.duplicate_host_group(ranks.world) if partition.frozen_params else None
         )
         partition.holders = tuple(state.Holder(s.master, s.pieces(ranks.rank), s.placement) for s in storages)
-        acquire_ownership(partition, partition.owned(), [*reducer.hooks, unshard_hooks])
+        acquire_ownership(partition, [*reducer.hooks, unshard_hooks])
         partition.synchronise()
         return partition
 
@@ -338,7 +338,7 @@ class Partition(PartitionState):
                 self.unshard_hooks.close,
             ),
             *gather,
-            functools.partial(release_ownership, self.owned()),
+            functools.partial(release_ownership, self),
             *(storage.close for storage in (*self.storages, *self.frozen)),
             *(self.offload_manager.close, self.unsharder.close),
         ]

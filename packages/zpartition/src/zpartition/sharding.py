@@ -7,14 +7,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zpartition.deferred.fake_device import clear_fake_device
 from zpartition.deferred.init import Deferred, suspend_init
 from zpartition.layout.layout import Layout
 from zpartition.layout.model_parallel import check_expert_groups, check_group
 from zpartition.layout.plan_layouts import plan_layouts
 from zpartition.layout.policy import Tier, ZeroPolicy
 from zpartition.layout.ranks import Ranks
-from zpartition.ownership import check_has_weights, check_not_owned, named_groups
+from zpartition.ownership import named_groups, reclaim_weights
 from zpartition.partition import Partition
 from zpartition.state import optimizer_state as state
 from zpartition.state.shape_aware import accepts_cuts
@@ -44,10 +43,7 @@ def shard(
             of a tensor-parallel module; experts are sharded over ranks that are not consecutive in it.
     """
     policy = policy or ZeroPolicy()
-    clear_fake_device(module.parameters())
-    for name, param in module.named_parameters():
-        check_not_owned(name, param)
-        check_has_weights(name, param)
+    reclaim_weights(module)
     check_group(module, group)
     check_expert_groups(module, group)
     groups = named_groups(module, optimizer)

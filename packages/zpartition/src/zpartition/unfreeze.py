@@ -189,7 +189,7 @@ def _rebuild(partition: PartitionState, manager: OffloadManager) -> None:
     partition.reducer.non_finite_probe = non_finite_probe
     manager.attach(partition.reducer)
     partition.replicated = attrs.evolve(partition.replicated, partitioned=frozenset(map(id, partition.owned())))
-    acquire_ownership(partition, partition.owned(), [*partition.reducer.hooks, partition.unshard_hooks])
+    acquire_ownership(partition, [*partition.reducer.hooks, partition.unshard_hooks])
 
 
 def _enlarge(

@@ -309,3 +309,22 @@ def _seeds_differ() -> str:
 def test_ranks_that_seed_at_different_places_are_told() -> None:
     first, second = run_ranks(_seeds_differ, 2)
     assert first == second
+
+
+def _single_numbers() -> list[float]:
+    torch.manual_seed(zcomm.group_rank())
+    models = [nn.Module() for _ in range(3)]
+    with Init():
+        for model in models[:2]:
+            model.weight = nn.Parameter(torch.rand(1))
+        zpartition.shard(models[0])
+        models[2].weight = nn.Parameter(torch.rand(1))
+    for model in models[1:]:
+        zpartition.shard(model)
+    return [model.weight.item() for model in models]
+
+
+def test_ranks_with_other_seeds_take_rank_0s_after_a_suspension() -> None:
+    torch.manual_seed(0)
+    expected = [torch.rand(1).item() for _ in range(3)]
+    assert run_ranks(_single_numbers, 2) == [expected, expected]

@@ -84,6 +84,7 @@ class Client:
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:
     """Build every part for `plan`; move `module` to the device, cast it, and partition it over the gradient ranks."""
     check_mesh(module, groups)
+    zpartition.reclaim_weights(module)  # of an engine that was dropped
     loader = make_training_loader(client, plan, world, groups)
     check_experts(module, plan)
     pending: Sequence[Closable] = ()

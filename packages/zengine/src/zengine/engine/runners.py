@@ -11,10 +11,14 @@
 A runner covers only forward.  Backward runs outside autocast, as torch recommends: each operation's gradient has the
 dtype that its forward chose.  A caller's own autocast around the engine's forward stays in effect if the config does
 not set one.
+
+Changes of the module end with their runner, closed or not: the module may get another engine.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, final
 
@@ -99,6 +103,11 @@ class ExplainingRunner:
 
     inner: Runner
     wide: zprecision.WideBuffers
+    _undo: Any = attrs.field(init=False)  # a finalizer
+
+    @_undo.default
+    def _on_exit(self) -> Any:
+        return weakref.finalize(self, self.wide.close)
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.wide.explain_errors():
@@ -106,7 +115,7 @@ class ExplainingRunner:
 
     def close(self) -> None:
         """Remove the hooks, and close `inner`."""
-        self.wide.close()
+        self._undo()
         self.inner.close()
 
 
@@ -117,6 +126,11 @@ class RunnerWithCleanup:
 
     inner: Runner
     changes: tuple[Closable, ...]
+    _undo: Any = attrs.field(init=False)  # a finalizer
+
+    @_undo.default
+    def _on_exit(self) -> Any:
+        return weakref.finalize(self, _close_all, self.changes)
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.inner.forward(module, args, kwargs)
@@ -125,5 +139,11 @@ class RunnerWithCleanup:
         """Undo the changes, and then close `inner`."""
         with ExitStack() as stack:
             stack.callback(self.inner.close)
-            for change in self.changes:
-                stack.callback(change.close)
+            stack.callback(self._undo)
+
+
+def _close_all(changes: Sequence[Closable]) -> None:
+    """Close `changes`, the last one first."""
+    with ExitStack() as stack:
+        for change in changes:
+            stack.callback(change.close)

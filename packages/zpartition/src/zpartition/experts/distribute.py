@@ -17,7 +17,7 @@ from zpartition.experts.layer import MoE
 from zpartition.experts.stacked import Experts, check_divisible
 from zpartition.layout.hf_experts import is_hf_experts, is_sharded_hf_experts
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
-from zpartition.ownership import check_has_weights, check_not_owned
+from zpartition.ownership import check_free
 
 __all__ = ["active_fractions", "distribute", "divisible_experts", "expert_degree", "find_experts"]
 
@@ -99,9 +99,7 @@ def divisible_experts(model: nn.Module, size: int, pattern: str = "") -> dict[st
         )
     for path, stack in stacks.items():
         clear_fake_device(stack.parameters())
-        for name, param in stack.named_parameters():
-            check_not_owned(f"{path}.{name}", param)
-            check_has_weights(f"{path}.{name}", param)
+        check_free({f"{path}.{name}": param for name, param in stack.named_parameters()})
         try:
             check_divisible(int(stack.num_experts), size)  # type: ignore[arg-type]
         except ValueError as error:

@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zpartition.deferred.fake_device import clear_fake_device
 from zpartition.deferred.init import recording_if_deferred, recordings_of, share_random_numbers, wire_device
 from zpartition.layout.model_parallel import ModelParallelGroup
-from zpartition.ownership import check_has_weights, check_not_owned
+from zpartition.ownership import reclaim_weights
 from zpartition.tensor.heads import set_local_counts
 from zpartition.tensor.layer_split import LayerSplit, linear_kind
 from zpartition.tensor.layers import LayerPlacement, gather_output, scatter_output, sum_gradients
@@ -41,10 +40,7 @@ def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None =
         ValueError: the plan does not fit the model (see `resolve`), before anything is sent or changed; or the model
             is partitioned, split or under construction.
     """
-    clear_fake_device(model.parameters())
-    for name, param in model.named_parameters():
-        check_not_owned(name, param)
-        check_has_weights(name, param)
+    reclaim_weights(model)
     mp_group = ModelParallelGroup.of(group)
     splits = resolve(plan, model, mp_group.size, mp_group.rank)
     _broadcast_weights(model, group)

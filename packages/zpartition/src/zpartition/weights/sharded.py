@@ -254,6 +254,16 @@ class ShardedStorage:
                 param.data = param.data.clone()
         self.full, self.sharded_state = None, ShardedState.SHARDED
 
+    def leave(self) -> ParamPlacement | None:
+        """Return the shard of a partition that was dropped; None if it is offloaded.
+
+        Parameters of an UNSHARDED bucket keep their values if these are exact; others are hollow.
+        """
+        if self.sharded_state is ShardedState.GATHERING or not self.is_exact:
+            self._point(self.hollow)
+        is_on_device = self.param_placement.tier is Tier.DEVICE
+        return None if is_on_device and not self.own_span.numel() else self.param_placement
+
     def _point(self, tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
         for param, tensor in zip(self.params, tensors):
             param.data = tensor
