@@ -79,7 +79,10 @@ class PartitionConfig:
     """tensor_parallel.partition_config: split of layers, by name."""
 
     use_default_specs: bool = setting(
-        TRUTH, True, "split layers without a spec by the model's own or inferred plan", plan="completes"
+        TRUTH,
+        True,
+        "split layers without a spec by the model's own plan, an inferred one or names of layers",
+        plan="completes",
     )
     strict_mode: bool = setting(
         TRUTH, False, "reject a model with linear layers that neither a spec nor the plan covers", plan="is_strict"
@@ -97,14 +100,18 @@ class TensorParallel:
     vocab_parallel_lm_head: bool = setting(
         null_or(TRUTH, False),
         False,
-        "also split embeddings and the output layer of an inferred plan",
+        "also split embeddings and the output layer, by an inferred plan or names",
         plan="splits_vocabulary",
     )
 
 
 TENSOR_PARALLEL: dict[str, Row] = {
     "tp_overlap_comm": ignored(TRUTH, False, why="communication of split layers is synchronous"),
-    "preset_model": ignored(null_or(choice(*PRESETS), None), None, why="the plan is inferred from the model"),
+    "preset_model": ignored(
+        null_or(choice(*PRESETS), None),
+        None,
+        why="the plan is read off the model, inferred, or follows names of layers",
+    ),
     "dtype": ignored(DTYPE, why='the sections "bf16" and "fp16" decide'),
     "keep_module_on_host": fixed(TRUTH, False, why="splitting a model on the host"),
     "vocab_parallel_ce_backend": fixed(
@@ -136,9 +143,9 @@ EXPERT_PARALLEL: dict[str, Row] = {
         null_or(TEXT, ""),
         "",
         why="finding experts by a pattern",
-        hint="Leave it out; stacked experts are found by their shapes (moe_layer_pattern selects layers).",
+        hint="Leave it out; stacks and lists of experts are found (moe_layer_pattern selects layers).",
     ),
-    "preset_model": ignored(null_or(TEXT, ""), "", why="experts are found by their shapes"),
+    "preset_model": ignored(null_or(TEXT, ""), "", why="stacks and lists of experts are found in the model"),
     **all_ignored(
         ROUTER_DECIDES,
         use_grouped_mm=TRUTH,
