@@ -191,7 +191,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # splits the module before it is partitioned
     "build/tensor_parallel.py": {
         "zcomm": {"all_gather_object", "group_rank", "group_size"},
-        "zpartition": {"model_parallel_group_of", "is_deferred", "pipeline_stages_of", "tensor"},
+        "zpartition": {"model_parallel_group_of", "is_deferred", "pipeline_stages_of", "tensor", "experts"},
     },
     # so does a pipeline, which has an engine of its own
     "build/pipeline.py": {
@@ -208,7 +208,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         }
     },
     # ranks exchange their state and decide together
-    "build/agreement.py": {"zcomm": {"all_gather_object"}},
+    # global shapes of experts
+    "build/agreement.py": {"zcomm": {"all_gather_object"}, "zpartition": {"FullTensors", "expert_shards_of"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
     "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng"}, "zpartition": {"state_shards"}},
     "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},

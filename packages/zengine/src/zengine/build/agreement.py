@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
+import zpartition
 from zengine.config import Plan
 from zengine.engine.drift import RanksDisagree
 from zengine.imports import own_version
@@ -60,9 +61,15 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def parameter_lines(model: nn.Module) -> list[str]:
-    """Return name, shape, dtype and trainability of each parameter, in order; then the buffers."""
+    """Return name, shape, dtype and trainability of each parameter, in order; then the buffers.
+
+    Experts of which other ranks hold other ones have their global shapes.
+    """
+    experts = zpartition.expert_shards_of(model)
+    full_tensors = zpartition.FullTensors.of(model)
     params = [
-        f"{name} {tuple(param.shape)} {str(param.dtype).removeprefix('torch.')} "
+        f"{name} {full_tensors.shape(param) if name in experts else tuple(param.shape)} "
+        f"{str(param.dtype).removeprefix('torch.')} "
         f"{'trainable' if param.requires_grad else 'frozen'}"
         for name, param in model.named_parameters()
     ]

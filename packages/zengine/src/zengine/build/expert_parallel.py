@@ -1,7 +1,8 @@
 """Expert parallelism: distributes the experts of a module, if the config or its MoE layers ask for it.
 
 The experts of a layer go to consecutive ranks that sum gradients, so they need no extra ranks.  Supported are
-`zpartition.experts.MoE` layers, and blocks of Transformers, whose experts are stacked in parameters.
+`zpartition.experts.MoE` layers, blocks of Transformers, whose experts are stacked in parameters, and layers with an
+`nn.ModuleList` of experts.
 """
 
 from __future__ import annotations

@@ -82,18 +82,31 @@ def split_tensors(
         module.to(device)
     num_ranks, rank = zcomm.group_size(group), zcomm.group_rank(group)
     proposal = _propose_for_stage(module, wanted) if is_stage else _propose(module, wanted, given, num_ranks)
+    proposal = attrs.evolve(proposal, plan=_without_experts(proposal.plan, module, plan))
     tensor.resolve(proposal.plan, module, num_ranks, rank)  # errors before any message
     compare({"plan": plan_lines(plan)}, groups.world())
     compare({"parameters": parameter_lines(module)}, _same_layers(groups))
     if is_stage:
         _check_patterns(proposal.plan, wanted, groups)
-    verified = _verify(proposal, module, wanted, group, given)
+    verified = _without_experts(_verify(proposal, module, wanted, group, given), module, plan)
     if proposal.origin is Origin.NAMES:
         pending = tensor.verify_on_first_call(module, verified, group)
     else:
         pending = tensor.PendingVerification(())
     tensor.parallelize(module, verified, group)
     return pending
+
+
+def _without_experts(proposed: tensor.TensorPlan, module: nn.Module, plan: Plan) -> tensor.TensorPlan:
+    """Return the plan without lists of experts that are about to be distributed: each is whole on one rank."""
+    if plan.parallel.degrees.expert == 1:
+        return proposed
+    from zpartition import experts
+
+    stacks = experts.find_experts(module, plan.parallel.expert_layers)
+    lists = [path for path, stack in stacks.items() if isinstance(stack, nn.ModuleList)]
+    whole = [tensor.Rule(f"{path}.**", tensor.Replicated()) for path in lists]
+    return attrs.evolve(proposed, rules=(*(rule for rule in whole if rule not in proposed.rules), *proposed.rules))
 
 
 def first_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device) -> Any:

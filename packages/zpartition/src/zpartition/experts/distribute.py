@@ -14,7 +14,9 @@ from zpartition.deferred.fake_device import clear_fake_device
 from zpartition.deferred.init import recording_if_deferred, recordings_of, share_seeds
 from zpartition.experts.huggingface import num_experts_of, shard_hf_experts
 from zpartition.experts.layer import MoE
+from zpartition.experts.module_list import check_expert_list, shard_expert_list
 from zpartition.experts.stacked import Experts, check_divisible
+from zpartition.layout.expert_lists import is_expert_list, is_sharded_list
 from zpartition.layout.hf_experts import is_hf_experts, is_sharded_hf_experts
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.ownership import check_free
@@ -25,12 +27,14 @@ Stack = Experts | nn.Module
 
 
 def find_experts(model: nn.Module, pattern: str = "") -> dict[str, Stack]:
-    """Find the expert stacks in `model`, by path: those of MoE layers, and of Hugging Face's blocks.
+    """Find the expert stacks in `model`, by path: of MoE layers, of Hugging Face's blocks, and lists.
 
     pattern: a regular expression that a path must contain, e.g. "layers.[0-9]+.mlp".
     """
     found = {
-        path: child for path, child in model.named_modules() if isinstance(child, Experts) or is_hf_experts(child)
+        path: child
+        for path, child in model.named_modules()
+        if isinstance(child, Experts) or is_hf_experts(child) or _is_list(model, path, child)
     }
     return {path: child for path, child in found.items() if re.search(pattern, path)}
 
@@ -72,6 +76,9 @@ def distribute(
     mp_groups = {path: mp_group if id(stack) in wide else ALONE for path, stack in stacks.items()}
     _check_shardable(stacks, size, mp_groups)
     expert_group = ModelParallelGroup.of(zcomm.duplicate_group(group)) if size > 1 else ALONE
+    has_lists = size > 1 and any(isinstance(stack, nn.ModuleList) for stack in stacks.values())
+    # their gradients become complete in another order on each rank: no other messages may use the group
+    list_group = ModelParallelGroup.of(zcomm.duplicate_group(expert_group.group)) if has_lists else expert_group
     if mp_group.size > 1:
         for recorded in recordings_of(model):
             share_seeds(recorded, tensor)  # `shard` does it over the others
@@ -82,6 +89,9 @@ def distribute(
         with recording_if_deferred(stack):
             if isinstance(stack, Experts):
                 stack.shard(expert_group, mp_groups[path])
+            elif isinstance(stack, nn.ModuleList):
+                parent, _, name = path.rpartition(".")
+                shard_expert_list(model.get_submodule(parent), path, name, list_group)
             else:
                 shard_hf_experts(stack, expert_group)
     return tuple(stacks)
@@ -94,14 +104,18 @@ def divisible_experts(model: nn.Module, size: int, pattern: str = "") -> dict[st
         at = f" at paths with {pattern!r}" if pattern else ""
         raise ValueError(
             f"no experts found in {type(model).__name__}{at} to shard over {size} ranks: it needs "
-            "zpartition.experts.MoE layers, or blocks with experts stacked in parameters, as in Transformers since "
-            "version 5. Do not use expert parallelism for a dense model."
+            "zpartition.experts.MoE layers, blocks with experts stacked in parameters, as in Transformers since "
+            'version 5, or layers with an nn.ModuleList of experts: of one class, called "experts" or beside a '
+            "child called gate or router. Do not use expert parallelism for a dense model."
         )
     for path, stack in stacks.items():
         clear_fake_device(stack.parameters())
         check_free({f"{path}.{name}": param for name, param in stack.named_parameters()})
         try:
-            check_divisible(int(stack.num_experts), size)  # type: ignore[arg-type]
+            if isinstance(stack, nn.ModuleList):
+                check_expert_list(path, stack, size)
+            else:
+                check_divisible(num_experts_of(stack), size)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     return stacks
@@ -136,13 +150,21 @@ def active_fractions(model: nn.Module) -> Mapping[int, float]:
     """
     fractions: dict[int, float] = {}
     for path, stack in model.named_modules():
-        if not (isinstance(stack, Experts) or is_hf_experts(stack) or is_sharded_hf_experts(stack)):
+        is_list = isinstance(stack, nn.ModuleList) and _is_list(model, path, stack)
+        if not (isinstance(stack, Experts) or is_hf_experts(stack) or is_sharded_hf_experts(stack) or is_list):
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
         k = parent.gate.rule.k if isinstance(parent, MoE) else _num_active(parent, stack)
         number = num_experts_of(stack)
         fractions.update({id(param): min(1.0, k / number) if k else 1.0 for param in stack.parameters()})
     return fractions
+
+
+def _is_list(model: nn.Module, path: str, child: nn.Module) -> bool:
+    """Check if a child is a list of experts, sharded or whole."""
+    parent, _, name = path.rpartition(".")
+    layer = model.get_submodule(parent)
+    return path != "" and (is_expert_list(name, child, layer) or is_sharded_list(child, layer))
 
 
 def _num_active(parent: nn.Module, stack: nn.Module) -> int:

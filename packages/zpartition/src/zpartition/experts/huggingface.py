@@ -32,6 +32,8 @@ _made_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 def num_experts_of(stack: nn.Module) -> int:
     """Return the number of experts of any kind of stack, on all ranks."""
+    if isinstance(stack, nn.ModuleList):
+        return len(stack)
     return int(getattr(stack, "num_global_experts", 0) or getattr(stack, "num_experts", 0))
 
 

@@ -79,7 +79,10 @@ class BucketGradient:
 
     def open_round(self) -> None:
         """Begin a backward: one gradient is awaited for every trainable parameter."""
-        self.awaiting = {index for index, param in enumerate(self.params) if param.requires_grad}
+        slots = self.bucket.slots
+        self.awaiting = {
+            index for index, p in enumerate(self.params) if p.requires_grad and not slots[index].is_elsewhere
+        }
         self._remove_placeholders()
         if self.phase is BucketPhase.FILLING:
             return  # `.grad` shows `local`, and autograd adds to it

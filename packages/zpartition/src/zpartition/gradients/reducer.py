@@ -322,8 +322,8 @@ class GradientReducer:
             return
         numel, dtype = gradient.bucket.numel, gradient.local_dtype
         buffer = self.pool.reuse(numel, dtype)
-        if buffer is None and len(self.flights) >= IN_FLIGHT_LIMIT and self._may_wait():
-            self._finish_flights(IN_FLIGHT_LIMIT - 1)
+        while buffer is None and len(self.flights) >= IN_FLIGHT_LIMIT and self._may_wait():
+            self._finish_flights(len(self.flights) - 1)
             buffer = self.pool.reuse(numel, dtype)
         if buffer is None:
             buffer = self.pool.make(self._capacity(gradient), dtype)
@@ -379,7 +379,9 @@ class GradientReducer:
 
     def _finish_ready(self) -> None:
         """Move received gradients to the host, if they belong there; waits for all but the newest."""
-        while (on := self.flights) and on[-1].gradient.mover and (len(on) > 1 or on[0].handle.is_done()):
+        while (on := self.flights) and on[-1].gradient.mover:
+            if not (on[0].handle.is_done() or (len(on) > 1 and self._may_wait())):
+                return
             self._finish_flights(len(on) - 1)
 
     def _finish_flights(self, leave: int) -> None:

@@ -43,13 +43,18 @@ class Address:
         rows = sum(box[0][1] - box[0][0] for box in self.boxes)
         return rows, *(hi - lo for lo, hi in self.boxes[0][1:])
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if this rank holds nothing of a tensor that has elements (an expert of another rank)."""
+        return not torch.Size(self.shape).numel() and torch.Size(self.global_shape).numel() > 0
+
     def parts(self, span: tuple[int, int]) -> Iterator[tuple[Box, tuple[int, int], slice]]:
         """Yield (box, span of the flattened box, slice of `span`) for elements `span` of the flattened memory."""
         start = 0
         for box in self.boxes:
             stop = start + torch.Size(hi - lo for lo, hi in box).numel()
             lo, hi = max(start, span[0]), min(stop, span[1])
-            if lo < hi or (start == 0 and span[0] == span[1] == 0):
+            if lo < hi or (start == 0 and span[0] == span[1] == 0 and not self.is_elsewhere):
                 yield box, (lo - start, max(lo, hi) - start), slice(lo - span[0], max(lo, hi) - span[0])
             start = stop
 

@@ -48,6 +48,11 @@ class ParamSpec:
         """Number of elements; 1 for a scalar, 0 when a dimension is empty."""
         return torch.Size(self.shape).numel()
 
+    @property
+    def planned_numel(self) -> int:
+        """Number of elements by which a bucket closes, the same on all expert-parallel ranks."""
+        return mean_numel(self.numel, self.address, self.num_expert_shards)
+
 
 @attrs.frozen
 class Slot:
@@ -58,6 +63,11 @@ class Slot:
     offset: int
     numel: int
     address: Address = attrs.field(default=attrs.Factory(lambda self: Address.whole(self.shape), takes_self=True))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if other ranks hold all of it: it gets no gradient here."""
+        return not self.numel and self.address.is_elsewhere
 
     @property
     def end(self) -> int:
@@ -167,6 +177,15 @@ class Layout:
                 yield bucket, slot
 
 
+def mean_numel(numel: int, address: Address, num_expert_shards: int) -> int:
+    """Return the mean over expert-parallel ranks of the elements of a parameter, of which this rank holds `numel`.
+
+    It differs from `numel` for the experts of a list, of which each is whole on one rank and empty on the others.
+    """
+    whole = torch.Size(address.global_shape).numel()
+    return whole // num_expert_shards if num_expert_shards > 1 and numel in (0, whole) else numel
+
+
 def derive_bucket_numel(total_numel: int) -> int:
     """Return a bucket size for a model of `total_numel` parameters.
 
@@ -204,14 +223,14 @@ def plan_layout(
                 f"multiple of {spec.num_expert_shards}, or 0 for all ranks."
             )
     _check_duplicates([spec.name for spec in specs])
-    limit = bucket_numel or derive_bucket_numel(sum(spec.numel for spec in specs))
+    limit = bucket_numel or derive_bucket_numel(sum(spec.planned_numel for spec in specs))
     packed: list[_OpenBucket] = []
     filling: dict[tuple[object, ...], _OpenBucket] = {}
     for position, spec in enumerate(reversed(specs)):
         kind = spec.dtype, spec.wire, spec.address.num_copies > 1
         key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.num_expert_shards, *kind)
         run = filling.get(key)
-        if run is None or (spec.unit is None and run.numel + spec.numel > limit):
+        if run is None or (spec.unit is None and run.planned_numel + spec.planned_numel > limit):
             run = filling[key] = _OpenBucket(alignment)
             packed.append(run)
         run.add(spec, position)
@@ -231,12 +250,14 @@ class _OpenBucket:
     specs: list[ParamSpec] = attrs.field(factory=list)
     slots: list[Slot] = attrs.field(factory=list)
     numel: int = 0  # elements so far, each slot aligned
+    planned_numel: int = 0  # the same in the mean over expert-parallel ranks
     last_position: int = -1  # of the newest parameter, in reverse registration order
 
     def add(self, spec: ParamSpec, position: int) -> None:
         self.specs.append(spec)
         self.slots.append(Slot(spec.name, spec.shape, self.numel, spec.numel, spec.address))
         self.numel += _round_up(spec.numel, self.alignment)
+        self.planned_numel += _round_up(spec.planned_numel, self.alignment)
         self.last_position = position
 
     def bucket(self, index: int, world_size: int, num_shards: int) -> Bucket:

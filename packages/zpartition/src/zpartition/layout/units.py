@@ -22,8 +22,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from torch import nn
-from torch.nn import Parameter
 
+from zpartition.layout.expert_lists import ShardedExpertList
+from zpartition.layout.layout import mean_numel
+from zpartition.layout.model_parallel import addresses_of, expert_shards_of
 from zpartition.layout.policy import ZeroPolicy
 
 __all__ = ["encloses", "matches", "nested_numel", "plan_units"]
@@ -44,7 +46,7 @@ def plan_units(module: nn.Module, policy: ZeroPolicy) -> dict[str, str | None]:
     limit = policy.unit_numel or derive_unit_numel(sum(param.numel() for param in params.values()))
     unit_of = _units_of_modules(module, limit, policy.leaves)
     holders = _holders(module)
-    persistent = _persistent(params, policy)
+    persistent = _persistent(_mean_numels(module), policy)
     return {
         name: None if name in persistent else _common(unit_of, {unit_of[path] for path in holders[id(param)]})
         for name, param in params.items()
@@ -105,6 +107,7 @@ def _units_of_modules(root: nn.Module, limit: int, leaves: Iterable[str]) -> dic
 
 def _is_leaf(path: str, module: nn.Module, wanted: frozenset[str]) -> bool:
     has_experts = any(name == _DATA_DEPENDENT for name, _ in module.named_children())
+    has_experts = has_experts or isinstance(module, ShardedExpertList)
     return not any(module.children()) or has_experts or any(_names(leaf, path, module) for leaf in wanted)
 
 
@@ -143,13 +146,22 @@ def _common(unit_of: Mapping[str, str], units: set[str]) -> str:
     return unit_of.get(path, path)
 
 
-def _persistent(params: Mapping[str, Parameter], policy: ZeroPolicy) -> frozenset[str]:
+def _mean_numels(module: nn.Module) -> dict[str, int]:
+    """Return the elements of each parameter, by name, in the mean over expert-parallel ranks, where they differ."""
+    addresses, experts = addresses_of(module), expert_shards_of(module)
+    return {
+        name: mean_numel(param.numel(), addresses[name], experts[name].size if name in experts else 1)
+        for name, param in module.named_parameters()
+    }
+
+
+def _persistent(numels: Mapping[str, int], policy: ZeroPolicy) -> frozenset[str]:
     """Return the parameters that are not sharded: small ones, in order, while their sum allows it."""
     chosen, total = set(), 0
-    for name, param in params.items():
-        if param.numel() < policy.persist_numel and total + param.numel() <= policy.persist_total_numel:
+    for name, numel in numels.items():
+        if numel < policy.persist_numel and total + numel <= policy.persist_total_numel:
             chosen.add(name)
-            total += param.numel()
+            total += numel
     return frozenset(chosen)
 
 

@@ -37,19 +37,16 @@ _QUERIES = re.compile(r"(^|\.)(w?[qkv]|[qkv]_(proj|lin)|to_[qkv]|query|key|value
 _HEAD_NORMS = re.compile(r"(^|[._])([qk]|query|key)_?(norm|ln|layernorm)$")
 
 
-def plan_by_names(
-    model: nn.Module, num_ranks: int, *, vocabulary: bool = False, keep: Collection[str] = ()
-) -> TensorPlan:
+def plan_by_names(model: nn.Module, num_ranks: int, *, vocabulary: bool = False) -> TensorPlan:
     """Return the plan that the names of the layers suggest, for `num_ranks` ranks; layers outside stay whole.
 
     vocabulary: split embeddings and output layers too.
-    keep: paths of modules that stay whole with all inside them.
 
     Raises:
         ValueError: no layer has the name of a last projection.
     """
     modules = dict(model.named_modules())
-    whole = (*keep, *(path for path, m in modules.items() if is_hf_experts(m) or is_sharded_hf_experts(m)))
+    whole = [path for path, module in modules.items() if is_hf_experts(module) or is_sharded_hf_experts(module)]
     linear = {
         name: shape
         for name, module in modules.items()

@@ -120,7 +120,7 @@ def _by_state_name(model: nn.Module) -> dict[str, Address]:
 
 def _joined(tensor: Tensor, address: Address | None, mp_groups: Sequence[ModelParallelGroup]) -> Tensor:
     """Gather the global tensor of which each rank of `mp_groups` holds the part at its `address`."""
-    if address is None or address.global_shape == tuple(tensor.shape):
+    if address is None or not mp_groups:
         return tensor.clone()
     boxes, flat = list(address.boxes), tensor.reshape(-1)
     for mp_group in mp_groups:

@@ -83,7 +83,10 @@ class PartitionConfig:
     """tensor_parallel.partition_config: split of layers, by name."""
 
     use_default_specs: bool = setting(
-        TRUTH, True, "split layers without a spec by the model's own or inferred plan", plan="completes"
+        TRUTH,
+        True,
+        "split layers without a spec by the model's own plan, an inferred one or names of layers",
+        plan="completes",
     )
     strict_mode: bool = setting(
         TRUTH, False, "reject a model with linear layers that neither a spec nor the plan covers", plan="is_strict"
@@ -108,12 +111,12 @@ class TensorParallel:
     vocab_parallel_lm_head: bool = setting(
         null_or(TRUTH, False),
         False,
-        "also split embeddings and the output layer of an inferred plan",
+        "also split embeddings and the output layer, by an inferred plan or names",
         plan="splits_vocabulary",
     )
 
 
-PLAN_IS_INFERRED = "the plan is inferred from the model"
+PLAN_IS_INFERRED = "the plan is read off the model, inferred, or follows the names of its layers"
 NO_KERNELS = "inference kernels have no place in training"
 
 TENSOR_PARALLEL: dict[str, Row] = {
@@ -150,9 +153,9 @@ EXPERT_PARALLEL: dict[str, Row] = {
     "comm_backend": ignored(TEXT, "comm", why="torch.distributed exchanges the tokens"),
     "router_pattern": ignored(null_or(TEXT, ""), "", why="the model's own routers are kept"),
     "expert_pattern": ignored(
-        null_or(TEXT, ""), "", why="experts are found by their shapes; moe_layer_pattern selects layers"
+        null_or(TEXT, ""), "", why="stacks and lists of experts are found; moe_layer_pattern selects layers"
     ),
-    "preset_model": ignored(null_or(TEXT, ""), "", why="experts are found by their shapes"),
+    "preset_model": ignored(null_or(TEXT, ""), "", why="stacks and lists of experts are found in the model"),
     **all_ignored(
         ROUTER_DECIDES,
         use_grouped_mm=TRUTH,

@@ -221,7 +221,7 @@ def _check_experts(module: nn.Module, size: int, parallelism: Parallelism) -> No
     from zpartition import experts
 
     stacks = experts.divisible_experts(module, size)
-    numbers = {path: int(getattr(stack, "num_experts", 0)) for path, stack in stacks.items()}
+    numbers = {path: experts.num_experts_of(stack) for path, stack in stacks.items()}
     for path, number in numbers.items():
         if parallelism.expert_counts and number not in parallelism.expert_counts:
             raise ValueError(
