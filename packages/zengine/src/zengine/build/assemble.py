@@ -105,20 +105,27 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     try:
         if plan.parallel.degrees.tensor > 1:
             check_copies(partition, groups)
-        return _make_parts(partition, loader, client, plan, world, groups, pending)
+        return _make_parts(partition, _Prepared(loader, pending), client, plan, world, groups)
     except BaseException:
         partition.close(keep_weights=False)  # frees the module for another attempt; other ranks may not get here
         raise
 
 
+@attrs.frozen(eq=False)
+class _Prepared:
+    """Parts that exist before the module is partitioned."""
+
+    loader: Any
+    pending: Sequence[Closable]  # verifications of the split, closed with the runner
+
+
 def _make_parts(
     partition: zpartition.Partition,
-    loader: Any,
+    prepared: _Prepared,
     client: Client,
     plan: Plan,
     world: zcomm.World,
     groups: zcomm.Groups,
-    pending: Sequence[Closable] = (),
 ) -> Parts:
     """Build the other parts for the partitioned module."""
     optimizer = partition.optimizer
@@ -150,10 +157,10 @@ def _make_parts(
             exchange=functools.partial(zcomm.all_gather_object, group=partition.group),
             checkpoints=checkpoints,
             checkpointing=checkpointing,
-            loader=loader,
+            loader=prepared.loader,
             client_scheduler=scheduler,
             # last: it changes the module
-            runner=make_runner(plan, partition.module, world.device, checkpointing, pending),
+            runner=make_runner(plan, partition.module, world.device, checkpointing, prepared.pending),
         )
         opened.pop_all()
     return parts
