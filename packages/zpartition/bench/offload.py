@@ -178,7 +178,7 @@ def main() -> None:
             found = seconds(lambda run=step: run(x), options.device)
             times[name] += [found] if index >= 2 else []
     numel = options.layers * 4 * options.width**2
-    floors = {"host": host_floor(numel), "disk": disk_floor(numel, options.folder, disk.num_threads)}
+    floors = {"host": host_floor(numel), "disk": disk_floor(numel, options.folder, disk.num_calls)}
     print(f"{numel:,} parameters on {options.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for name, values in times.items():
         over = statistics.median(values) - statistics.median(times["device"])

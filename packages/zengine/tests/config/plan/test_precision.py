@@ -175,3 +175,11 @@ def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     assert notice.endswith("weights keep the dtype of the model, and torch.autocast decides for each operation")
     auto = plan_of({"bf16": {"enabled": "auto"}, "data_types": {"keep_in_fp32_modules": ["norm"]}}).notices
     assert "dict: data_types.keep_in_fp32_modules has no effect here: weights are float32 or wider" in auto
+
+
+def test_beside_fp16_the_autocast_is_fp16_and_the_loss_scale_is_fp16s() -> None:
+    both = {"fp16": {**ON, "loss_scale": 32}, "torch_autocast": {**ON, "loss_scale": 8}}
+    plan = plan_of(both)
+    assert (plan.numerics.autocast, plan.scaling) == (F16, StaticScaling(32.0))
+    (notice,) = [notice for notice in plan.notices if "no effect" in notice]
+    assert notice == "dict: torch_autocast.loss_scale has no effect here: fp16.loss_scale decides"
