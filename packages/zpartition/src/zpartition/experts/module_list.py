@@ -128,7 +128,7 @@ class _ExpertListLayer(ShardedExpertList):
         """Addresses of the experts' parameters."""
         return self.expert_addresses
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original forward, and serve the other ranks until theirs are done."""
         device = next(self.parameters()).device
@@ -235,7 +235,8 @@ class _Rounds:
         ]
         y = torch.cat(outputs) if outputs else received
         self.token, found = _Return.apply(self.token, y, runs, group)  # type: ignore[no-untyped-call]
-        return found if x is None else found.view(x.shape)
+        output: Tensor = found if x is None else found.view(x.shape)
+        return output
 
     def _compute(self, number: int, rows: Tensor) -> Tensor:
         expert = self.experts[number]

@@ -206,7 +206,8 @@ class _Block:
         for param in module.parameters():
             memo[id(param)] = Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         block = cls(path, copy.deepcopy(module, memo), TensorPlan(rules, Uncovered.KEEP, plan.grain), group)
-        block.handle = module.register_forward_pre_hook(torch.compiler.disable(block.verify), with_kwargs=True)
+        hook = torch.compiler.disable(block.verify)  # type: ignore[no-untyped-call]
+        block.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
         return block
 
     def verify(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
