@@ -87,12 +87,13 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     zpartition.reclaim_weights(module)  # of an engine that was dropped
     loader = make_training_loader(client, plan, world, groups)
     check_experts(module, plan)
-    pending: Sequence[Closable] = ()
+    pending: tuple[Closable, ...] = ()  # blocks that verify themselves at their first call
     if plan.parallel.degrees.tensor > 1:
         from zengine.build.tensor_parallel import first_batch, split_tensors
 
         sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
-        pending = [split_tensors(module, plan, groups, world.device, sample)]
+        unverified = split_tensors(module, plan, groups, world.device, sample)
+        pending = (unverified,) if unverified.blocks else ()
     distribute_experts(module, plan, groups)
     with zpartition.recording(module):  # for a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
@@ -105,23 +106,16 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     try:
         if plan.parallel.degrees.tensor > 1:
             check_copies(partition, groups)
-        return _make_parts(partition, _Prepared(loader, pending), client, plan, world, groups)
+        parts = _make_parts(partition, loader, client, plan, world, groups)
+        return attrs.evolve(parts, runner=RunnerWithCleanup(parts.runner, pending)) if pending else parts
     except BaseException:
         partition.close(keep_weights=False)  # frees the module for another attempt; other ranks may not get here
         raise
 
 
-@attrs.frozen(eq=False)
-class _Prepared:
-    """Parts that exist before the module is partitioned."""
-
-    loader: Any
-    pending: Sequence[Closable]  # verifications of the split, closed with the runner
-
-
 def _make_parts(
     partition: zpartition.Partition,
-    prepared: _Prepared,
+    loader: Any,
     client: Client,
     plan: Plan,
     world: zcomm.World,
@@ -157,10 +151,9 @@ def _make_parts(
             exchange=functools.partial(zcomm.all_gather_object, group=partition.group),
             checkpoints=checkpoints,
             checkpointing=checkpointing,
-            loader=prepared.loader,
+            loader=loader,
             client_scheduler=scheduler,
-            # last: it changes the module
-            runner=make_runner(plan, partition.module, world.device, checkpointing, prepared.pending),
+            runner=make_runner(plan, partition.module, world.device, checkpointing),  # last: it changes the module
         )
         opened.pop_all()
     return parts
@@ -294,18 +287,12 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
     return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
 
 
-def make_runner(
-    plan: Plan,
-    module: nn.Module,
-    device: torch.device,
-    checkpointing: Callable[[], Any],
-    pending: Sequence[Closable] = (),
-) -> Runner:
-    """Return the runner of forward, after changing `module` as the plan asks.  It closes what is `pending`, too."""
+def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]) -> Runner:
+    """Return the runner of forward, after changing `module` as the plan asks."""
     runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
     if plan.numerics.autocast != torch.float32:
         runner = AutocastRunner(device.type, plan.numerics.autocast)
-    held: list[Closable] = [*pending]
+    held: list[Closable] = []
     with ExitStack() as done:  # undoes the changes if a later one fails
         if plan.precision.param in _NARROW:
             wide = zprecision.WideBuffers.install(module, keep=plan.precision.keep, param=plan.precision.param)

@@ -236,7 +236,8 @@ class _Rounds:
         y = torch.cat(outputs) if outputs else received
         found: Tensor
         self.token, found = _Return.apply(self.token, y, runs, group)  # type: ignore[no-untyped-call]
-        return found if x is None else found.view(x.shape)
+        output: Tensor = found if x is None else found.view(x.shape)
+        return output
 
     def _compute(self, number: int, rows: Tensor) -> Tensor:
         expert = self.experts[number]
