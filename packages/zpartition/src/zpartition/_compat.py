@@ -101,6 +101,11 @@ def draw_one() -> None:
         torch.rand((), device="cpu")
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that is equal for tensors of one storage, also on the meta device, where addresses are 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return the number of in-place writes to `tensor`; 0 if this torch cannot tell."""
     return int(getattr(tensor, "_version", 0))

@@ -289,7 +289,7 @@ def is_meta(tensor: Tensor) -> bool:
 
 
 def key_of(tensor: Tensor) -> Key:
-    return int(tensor.untyped_storage()._cdata)
+    return _compat.storage_key(tensor)
 
 
 def _hash(state: Tensor) -> bytes:

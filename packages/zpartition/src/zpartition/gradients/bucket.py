@@ -21,6 +21,7 @@ import attrs
 import torch
 from torch.nn import Parameter
 
+from zpartition._compat import version
 from zpartition.gradients.placeholder import GradPlaceholder, HiddenGradientError
 from zpartition.gradients.sparse import SparseRows, add_rows
 from zpartition.gradients.speculate import NO_SPECULATION, SpeculativeStep
@@ -267,13 +268,13 @@ class BucketGradient:
         """Record the plain gradient of `params[index]`, which is local to this rank, for `check_unedited`."""
         grad = self.params[index].grad
         assert grad is not None
-        self.plain[index] = (grad.data_ptr(), grad._version) if grad.layout is torch.strided else (0, 0)
+        self.plain[index] = (grad.data_ptr(), version(grad)) if grad.layout is torch.strided else (0, 0)
 
     def check_unedited(self, index: int) -> None:
         """Raise HiddenGradientError if a plain gradient was changed since, e.g. clipped by the norm of one rank."""
         grad = self.params[index].grad
         recorded = self.plain.get(index)
-        if grad is None or recorded is None or recorded in ((0, 0), (grad.data_ptr(), grad._version)):
+        if grad is None or recorded is None or recorded in ((0, 0), (grad.data_ptr(), version(grad))):
             return
         raise HiddenGradientError(
             f"the gradient of {self.bucket.slots[index].name} was changed between loss.backward() and the step, "

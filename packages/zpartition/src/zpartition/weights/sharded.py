@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
+from zpartition._compat import storage_key
 from zpartition.deferred.init import Deferred
 from zpartition.layout.layout import Bucket, Piece, Slot
 from zpartition.layout.policy import Tier, ZeroPolicy
@@ -240,9 +241,9 @@ class ShardedStorage:
     def moved(self) -> str:
         """Return the name of the first parameter with memory of its own; "" if there is none."""
         base = self.full if self.full is not None and self.sharded_state is ShardedState.UNSHARDED else self.hollow[0]
-        storage = base.untyped_storage()._cdata
+        storage = storage_key(base)
         for slot, param in zip(self.bucket.slots, self.params):
-            same = param.dtype == self.bucket.dtype and param.untyped_storage()._cdata == storage
+            same = param.dtype == self.bucket.dtype and storage_key(param) == storage
             if slot.numel and not same:
                 return slot.name
         return ""
