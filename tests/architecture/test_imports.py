@@ -96,7 +96,15 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
-            *("Init", "model_parallel_group_of", "gathered", "tensor", "sequence", "tensor.TensorPlan"),
+            *(
+                "Init",
+                "suspend_init",
+                "model_parallel_group_of",
+                "gathered",
+                "tensor",
+                "sequence",
+                "tensor.TensorPlan",
+            ),
             # inference on several ranks
             *("ModelParallelGroup", "FullTensors", "expert_shards_of", "experts", "load_own_slices", "check_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
@@ -148,6 +156,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "initialize.py": {
         "zcomm": {"init", "detect", "all_gather_object", "group_rank"},
         "zprecision": {"measure_bf16_speedup"},
+        "zpartition": {"suspend_init"},
     },
     # from degrees, a mesh, an mpu or a split model to groups
     "build/groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"model_parallel_group_of", "replicas_of"}},

@@ -133,12 +133,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 blocks.enter_context(block.suspended())
             marks, state = self.recorded.marks.copy(), torch.get_rng_state()
             self.recorded.marks.rewind()
-            start, self.recorded.is_replayed = torch.get_rng_state(), False
+            start, num_replays = torch.get_rng_state(), self.recorded.num_replays
             _register(self.recorded)
             try:
                 yield
             finally:
-                if not self.recorded.is_replayed:
+                if self.recorded.num_replays == num_replays:
                     self.recorded.marks = marks
                     if torch.equal(torch.get_rng_state(), start):
                         torch.set_rng_state(state)

@@ -127,7 +127,7 @@ class InitRecording:
     marks: GeneratorMarks = attrs.field(factory=GeneratorMarks)
     is_own: bool = True  # the numbers are those that this process would have drawn
     before: Callable[[Key], Tensor | None] = attrs.field(default=lambda _: None)  # content before the first step
-    is_replayed: bool = False  # since `suspend_init` has set it to False
+    num_replays: int = 0  # how often its operations ran, here or in a recording that absorbed it
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute an operation on the meta device, and record it."""
@@ -190,7 +190,7 @@ class InitRecording:
         The generator ends where the plain build would have left it, unless user code used it since, or the numbers
         are another rank's.  The order is equal on all ranks that recorded the same operations.
         """
-        self.is_replayed = True
+        self.num_replays += 1
         real = dict(self.constants)
         order = _early(self.steps)
         steps = [self.steps[number] for number in order]
@@ -225,7 +225,8 @@ class InitRecording:
             self.marks.mark = self.marks.known[state] = attrs.evolve(mark, step=mark.step + shift)
         self.constants.update(other.constants)
         self.storages.update(other.storages)
-        self.is_own, other.is_replayed = self.is_own and other.is_own, True
+        self.is_own = self.is_own and other.is_own
+        other.num_replays += 1
 
         def before(key: Key) -> Tensor | None:
             found = mine(key)
