@@ -127,7 +127,7 @@ class InitRecording:
     marks: GeneratorMarks = attrs.field(factory=GeneratorMarks)
     is_own: bool = True  # the numbers are those that this process would have drawn
     before: Callable[[Key], Tensor | None] = attrs.field(default=lambda _: None)  # content before the first step
-    num_replays: int = 0  # so far; a block that continues compares it
+    num_replays: int = 0  # how often its operations ran, here or in a recording that absorbed it
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute an operation on the meta device, and record it."""
