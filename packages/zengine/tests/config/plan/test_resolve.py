@@ -47,6 +47,7 @@ def test_the_batch_equation_uses_the_replicas_not_the_world() -> None:
         ({"bf16": {"enabled": True}}, BF16, Unscaled()),
         ({"fp16": {"enabled": True}}, FP16, DynamicScaling()),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, FP16, StaticScaling(128.0)),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, FP16, DynamicScaling(floor=2.0**-126)),
         (
             {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 10, "hysteresis": 3,
                       "consecutive_hysteresis": True, "min_loss_scale": 0.5}},

@@ -57,7 +57,7 @@ def test_one_error_holds_every_problem_of_a_file(faulty: str) -> None:
         load(faulty)
     assert str(caught.value).startswith(REPORT)
     assert [str(problem) for problem in caught.value.problems[-4:]] == [
-        "config.json:12:52  fp16.min_loss_scale = -1: must be > 0",
+        "config.json:12:52  fp16.min_loss_scale = -1: must be >= 0",
         'config.json:13:3  sparse_attention = {"mode": "fixed"}: sparse attention is not supported. Use '
         "torch.nn.attention.flex_attention in the model and remove the section.",
         'config.json:14:36  autotuning.fats = true: unknown key. Did you mean "fast"?',

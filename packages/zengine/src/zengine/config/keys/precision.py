@@ -25,6 +25,16 @@ SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.
 LEVELS = ("O0", "O1", "O2", "O3")
 
 MAX_SCALE = 3.4028234663852886e38  # of float32, in which a loss scale is kept
+MIN_SCALE = 2.0**-126  # the least normal float32
+_SCALE = number(0, MAX_SCALE)
+
+
+def _read_min_scale(value: object) -> float:
+    scale: float = _SCALE.read(value)
+    return scale or MIN_SCALE
+
+
+FLOOR = ValueKind("a number (0 counts as 2^-126)", _read_min_scale, _SCALE.json_schema)
 
 
 def _read_half(value: object) -> str:
@@ -56,9 +66,7 @@ class Fp16:
     )
     hysteresis: int = setting(whole(1), 2, "overflows before a dynamic scale halves")
     consecutive_hysteresis: bool = setting(TRUTH, False, "a step without overflow resets the hysteresis")
-    min_loss_scale: float = setting(
-        number(above=0, high=MAX_SCALE), 1.0, "lower bound of a dynamic scale", plan="floor"
-    )
+    min_loss_scale: float = setting(FLOOR, 1.0, "lower bound of a dynamic scale", plan="floor")
     fp16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; optimizer states stay float32")
 
 
