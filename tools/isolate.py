@@ -49,8 +49,8 @@ for pair in present:
     url = importlib.metadata.distribution(distribution).read_text("direct_url.json") or "{}"
     assert json.loads(url).get("url", "").startswith("file:"), f"{distribution} does not come from its wheel"
 for name in ("zcomm", "zengine"):
-    assert name not in {d.metadata["Name"] for d in importlib.metadata.distributions()}, f"{name}: the unrelated
-    project from PyPI"
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    assert name not in installed, f"{name} is the unrelated project from PyPI"
 """
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -25,6 +27,15 @@ def test_the_report_of_the_tests_is_counted_with_the_reasons_of_skips(tmp_path: 
         "</testsuite></testsuites>"
     )
     assert isolate.read_counts(report) == (2, 2, ["could not import zcomm"])
+
+
+def test_the_probe_passes_without_siblings_and_names_one_that_is_importable() -> None:
+    def probe(absent: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-I", "-c", isolate.PROBE, absent, ""]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert probe("no_such_package").returncode == 0
+    assert "json is importable but not a dependency" in probe("json").stderr
 
 
 def make_wheel(path: Path, *names: str) -> Path:
