@@ -455,6 +455,4 @@ def _check_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 def _warn_unused(section: str, configured: str) -> None:
     if configured:
-        log.warning(
-            'the config\'s "%s" section (%s) is not used: initialize() was given a %s', section, configured, section
-        )
+        log.warning('the config\'s "%s" section (%s) is not used: initialize() was given one', section, configured)

@@ -44,3 +44,13 @@ def test_what_a_back_end_can_do_is_told():
     assert dist.has_all_reduce_coalesced()
     assert not dist.has_coalescing_manager()
     assert dist.get_local_rank() == 0
+
+
+def test_nccl_on_a_host_without_a_gpu_is_gloo(monkeypatch, caplog):
+    asked: list[str | None] = []
+    monkeypatch.setattr(world, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(world.zcomm, "init", lambda backend, **_: asked.append(backend))
+    world.init_distributed(dist_backend="nccl")
+    assert asked == ["gloo"]
+    assert "no GPU is visible" in caplog.text

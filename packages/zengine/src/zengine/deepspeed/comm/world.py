@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +34,8 @@ __all__ = [
     "new_group",
 ]
 
+log = logging.getLogger("zengine")
+
 
 def init_distributed(
     dist_backend: str | None = None,
@@ -47,7 +51,8 @@ def init_distributed(
 ) -> None:
     """Create the default process group; does nothing if there is one.
 
-    dist_backend: "nccl", "gloo", or None for the device's; others are passed to torch.distributed.
+    dist_backend: "nccl" (on a host without a GPU: "gloo", with a notice, since scripts write "nccl" literally), "gloo",
+        or None for the device's; others are passed to torch.distributed.
     timeout: of the rendezvous and of each collective; default DEEPSPEED_TIMEOUT minutes, or 10.
     init_method, rank, world_size: passed to torch.distributed; default: the environment (torchrun, SLURM, MPI).
     auto_mpi_discovery, verbose, config: ignored; the environment is always read, and nothing is printed.
@@ -62,6 +67,9 @@ def init_distributed(
             "init_distributed(dist_init_required=False): torch.distributed has no default process group. Create "
             "one first, or omit dist_init_required."
         )
+    if dist_backend == "nccl" and not torch.cuda.is_available():
+        log.warning("init_distributed(dist_backend='nccl'): no GPU is visible, so the backend is 'gloo'")
+        dist_backend = "gloo"
     if init_method is not None or dist_backend not in (None, "nccl", "gloo"):
         dist.init_process_group(
             dist_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
