@@ -51,8 +51,8 @@ def init_distributed(
 ) -> None:
     """Create the default process group; does nothing if there is one.
 
-    dist_backend: "nccl" (on a host without a GPU: "gloo", with a notice, since scripts write "nccl" literally), "gloo",
-        or None for the device's; others are passed to torch.distributed.
+    dist_backend: "nccl" (without a GPU: "gloo", with a notice, since many scripts write "nccl"), "gloo", or None for
+        the device's; others are passed to torch.distributed.
     timeout: of the rendezvous and of each collective; default DEEPSPEED_TIMEOUT minutes, or 10.
     init_method, rank, world_size: passed to torch.distributed; default: the environment (torchrun, SLURM, MPI).
     auto_mpi_discovery, verbose, config: ignored; the environment is always read, and nothing is printed.
