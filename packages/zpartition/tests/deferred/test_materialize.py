@@ -156,23 +156,24 @@ def test_buffers_that_need_no_random_numbers_are_made_at_once_when_asked():
     assert torch.equal(found["first.weight"], plain.first.weight)
 
 
-def check_mixed(stage: int) -> bool:
+def check_mixed(stage: int, trained: bool) -> bool:
     """A backbone without memory, a plain layer beside it: rank 0's values of that count."""
     net, plain = built(), built(plain=True)
     torch.manual_seed(50 + zcomm.group_rank())
-    net.last = nn.Linear(7, 5)
+    net.last = nn.Linear(7, 5).requires_grad_(trained)
     mine = net.last.weight.detach().clone()
     zcomm.broadcast(mine, source=0)
     found = state_of(net, stage)
     return torch.equal(found["last.weight"], mine) and torch.equal(found["first.weight"], plain.first.weight)
 
 
-def check_mixed_stages() -> list[bool]:
-    return [check_mixed(stage) for stage in (0, 2, 3)]
+def check_mixed_stages(trained: bool) -> list[bool]:
+    return [check_mixed(stage, trained) for stage in (0, 2, 3)]
 
 
-def test_parameters_that_were_made_outside_keep_their_values_at_every_stage():
-    assert run_ranks(check_mixed_stages, 2) == [[True] * 3] * 2
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_that_were_made_outside_keep_their_values_at_every_stage(trained: bool):
+    assert run_ranks(check_mixed_stages, 2, trained) == [[True] * 3] * 2
 
 
 def test_what_was_kept_goes_when_the_last_module_has_its_values() -> None:

@@ -296,8 +296,9 @@ def fill_storages(deferred: Deferred, storages: Sequence[Storage], group: Proces
 
     def adopt(name: str, values: torch.Tensor) -> None:
         if name not in places:
-            tensor = deferred.tensors[name]
-            tensor.data = values.to(tensor.device, copy=True)
+            if name in deferred.tensors:  # otherwise it has values, which `ReplicatedTensors` broadcasts
+                tensor = deferred.tensors[name]
+                tensor.data = values.to(tensor.device, copy=True)
             return
         storage, slot = places[name]
         if isinstance(storage, ShardedStorage):
