@@ -62,6 +62,12 @@ def test_tensors_of_several_elements_are_handed_to_the_caller_by_name():
         decode({"$stored": ["model.weight", "float32", [1]]})
 
 
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
+def test_tensors_without_plain_values_are_refused_with_their_place(tensor):
+    with pytest.raises(TypeError, match=r"client_state\.a is a Tensor: a checkpoint holds .* paths and tensors;"):
+        encode({"a": tensor}, "client_state", {})
+
+
 def test_paths_dtypes_devices_and_numbers_of_numpy_survive():
     value = {"root": Path("a/b"), "dtype": torch.bfloat16, "device": torch.device("cuda", 1), "rate": np.float32(0.5)}
     assert decode(json.loads(json.dumps(encode(value)))) == value

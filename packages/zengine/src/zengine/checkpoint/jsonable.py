@@ -38,7 +38,7 @@ def encode(value: Any, where: str = "value", tensors: dict[str, torch.Tensor] | 
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT: str(value)}
-    if isinstance(value, torch.Tensor) and (tensors is not None or value.numel() == 1):
+    if isinstance(value, torch.Tensor) and (value.numel() == 1 or (tensors is not None and _is_plain(value))):
         return _encode_tensor(value, where, tensors)
     if isinstance(value, tuple):
         return {_TUPLE: [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]}
@@ -51,10 +51,10 @@ def encode(value: Any, where: str = "value", tensors: dict[str, torch.Tensor] | 
     for mark, kind in ((_PATH, pathlib.PurePath), (_DTYPE, torch.dtype), (_DEVICE, torch.device)):
         if isinstance(value, kind):
             return {mark: str(value).removeprefix("torch.")}
-    kind = "scalar tensors" if tensors is None else "tensors"
+    allowed = "scalar tensors" if tensors is None else "tensors"
     raise TypeError(
         f"{where} is a {type(value).__name__}: a checkpoint holds numbers, strings, booleans, None, lists, tuples, "
-        f"dicts, paths and {kind}; other objects are not supported, since loading them would run code"
+        f"dicts, paths and {allowed}; other objects are not supported, since loading them would run code"
     )
 
 
@@ -87,6 +87,11 @@ def decode(value: Any, where: str = "value", tensors: dict[str, torch.Tensor] | 
 
 class _Undecodable(ValueError):
     """Error whose message has the place already."""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that a checkpoint can store as it is: strided, and with values."""
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 _Tensors = dict[str, torch.Tensor]

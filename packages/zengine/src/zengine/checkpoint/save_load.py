@@ -97,20 +97,13 @@ class Checkpoints:
         common = common_tag(
             f"global_step{clock.steps}" if tag is None else str(tag), run.plan.checkpoint.tag_validation, peers
         )
-        tensors: dict[str, torch.Tensor] = {}  # of the client state
-        objects, rank_objects = on_every_rank(
-            lambda: (_objects(run, features, client_state, tensors), _rank_objects(run)), peers
-        )
-        common_objects = {key: objects[key] for key in ("features", "client_state", "metrics")}
-        objects |= peers.exchange(common_objects)[
-            0
-        ]  # rank 0's: counts and the caller's state may differ between ranks
+        objects, rank_objects, held = _small_state(run, features, client_state, peers)
         objects["left_out"] = sorted(left_out)
         objects["tied"] = tied_names(run)
         telemetry = run.parts.telemetry
         with telemetry.paused(), telemetry.span("checkpoint"):
             content = Content(
-                shards=itertools.chain(_shards(run, left_out), stored(tensors) if peers.rank == 0 else ()),
+                shards=itertools.chain(_shards(run, left_out), held),
                 objects=objects,
                 rank_objects=rank_objects,
                 step=clock.steps,
@@ -183,7 +176,7 @@ def _load(
     wanted = [shard for shard in _with_prefix(partition.shards_to_fill()) if shard.name in names]
     warn_rounded(wanted, checkpoint, peers.rank)
     prepared = on_every_rank(lambda: prepare(run, features, checkpoint, scope), peers, NOTHING_LOADED)
-    numbers = [*prepared.state.numbers, *stored(tensors)]
+    numbers: list[zckpt.ShardLike] = [*prepared.state.numbers, *stored(tensors)]
     checkpoint.read(numbers, strict=False, verify="first", cast=True, peers=peers)
     on_every_rank(prepared.state.stage_numbers, peers, NOTHING_LOADED)
     everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "ignore", verify="first", cast=True)
@@ -250,6 +243,19 @@ def _with_prefix(shards: Iterable[Any]) -> Iterator[Any]:
     """Yield shards with the names that weights have in a checkpoint."""
     for shard in shards:
         yield attrs.evolve(shard, name=MODEL + shard.name)
+
+
+def _small_state(
+    run: Run, features: Sequence[SavedFeature], client_state: Mapping[str, Any], peers: GroupPeers
+) -> tuple[dict[str, Any], dict[str, Any], list[zckpt.Shard]]:
+    """Return the JSON of all ranks, that of this rank, and on rank 0 the tensors of the caller's state."""
+    tensors: dict[str, torch.Tensor] = {}
+    objects, rank_objects, held = on_every_rank(
+        lambda: (_objects(run, features, client_state, tensors), _rank_objects(run), stored(tensors)), peers
+    )
+    common_objects = {key: objects[key] for key in ("features", "client_state", "metrics")}
+    objects |= peers.exchange(common_objects)[0]  # rank 0's: counts and the caller's state may differ between ranks
+    return objects, rank_objects, held if peers.rank == 0 else []
 
 
 def _objects(
