@@ -4,7 +4,7 @@ DeepSpeed's folder has `..._model_states.pt` (the caller's state and the counter
 `..._optim_states.pt` (the ZeRO stage, beside optimizer state).  Converters such as Lightning's take the weights from
 `get_fp32_state_dict_from_zero_checkpoint`, and read from these files what is not a weight.  Our folders have no such
 files, so they are written on demand to a temporary folder, which is removed when the process ends.  They hold no
-weights and no optimizer state.
+weights and no optimizer state.  Nothing of ours reads them.
 """
 
 from __future__ import annotations
