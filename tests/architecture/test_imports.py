@@ -220,7 +220,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # global shapes of experts
     "build/agreement.py": {"zcomm": {"all_gather_object"}, "zpartition": {"FullTensors", "expert_shards_of"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
-    "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng"}, "zpartition": {"state_shards"}},
+    "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng", "whole"}, "zpartition": {"state_shards"}},
+    "deepspeed/utils/state_files.py": {"zckpt": {"find", "Checkpoint", "whole"}},
     "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
     "checkpoint/consensus.py": {
         "zckpt": {

@@ -1,4 +1,4 @@
-"""Every name that the installed Transformers and Accelerate use from `deepspeed` exists in zengine.deepspeed.
+"""Every name that the installed libraries use from `deepspeed` exists in zengine.deepspeed.
 
 The names are read from their sources without importing them; a new release that needs another name fails here.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-LIBRARIES = ("transformers", "accelerate")
+LIBRARIES = ("transformers", "accelerate", "lightning")
 # Members used on the engine; a list, because the sources call it engine, model or self.deepspeed.
 ENGINE = (
     *("backward", "step", "set_gradient_accumulation_boundary", "get_global_grad_norm", "destroy", "config"),

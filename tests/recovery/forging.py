@@ -20,7 +20,7 @@ JUNK: tuple[Any, ...] = (
     *({}, {"a": {"b": []}}, {"$tuple": 5}, {"$pairs": [[[], 1]]}, {"$tensor": [1]}, {"$tensor": [1, "junk", []]}),
     *({"$tensor": ["x", "float32", [1]]}, {"$float": []}, {"$float": "much"}, {"$tuple": []}, {"$pairs": {"a": 1}}),
 )
-IGNORED = ("plan", "metrics", "client_state", "imported")  # a load does not read these
+IGNORED = ("plan", "zero_stage", "metrics", "client_state", "imported")  # a load does not read these
 
 
 @attrs.frozen

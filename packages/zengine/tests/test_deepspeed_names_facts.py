@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import zckpt
 import zengine
 
 
@@ -83,3 +84,32 @@ def test_where_we_are(engine):
     assert engine.get_global_grad_norm() > 0
     assert engine.was_step_applied()
     assert not engine.is_gradient_accumulation_boundary()
+
+
+def test_the_schedule_is_settable_and_without_one_the_caller_advances_the_rates(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    engine, _, _, schedule = zengine.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=halving, config={"train_batch_size": 1}
+    )
+
+    def rate_after_a_step() -> float:
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        return engine.get_lr()[0]
+
+    assert engine.lr_scheduler is schedule is halving
+    assert rate_after_a_step() == 0.5
+    engine.lr_scheduler = None
+    assert engine.lr_scheduler is None
+    assert rate_after_a_step() == 0.5
+    halving.step()
+    assert rate_after_a_step() == 0.25
+    engine.save_checkpoint(str(tmp_path), "without")  # the caller saves the schedule
+    engine.lr_scheduler = halving
+    assert rate_after_a_step() == 0.125
+    with pytest.raises(zckpt.CheckpointMismatch, match="holds the schedule ConstantRate, and this engine has Expon"):
+        engine.load_checkpoint(str(tmp_path), "without")
+    engine.load_checkpoint(str(tmp_path), "without", load_lr_scheduler_states=False)
+    assert engine.get_lr() == [0.25]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
+import attrs
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -28,7 +29,7 @@ from zengine.data.loaders.base import Loader, PostProcess
 from zengine.engine import accumulation
 from zengine.engine.clock import Boundary
 from zengine.engine.engine import Engine
-from zengine.engine.parts import Run, TelemetrySlot
+from zengine.engine.parts import ConstantRate, Run, TelemetrySlot
 from zengine.features.curriculum import SeqlenCurriculum
 from zprecision import DynamicScaling
 
@@ -104,7 +105,6 @@ class DeepSpeedEngine(Engine):
 
     config = Value[Plan]("Resolved plan; the module's own `config` is `engine.module.config`.", lambda e: e.plan)
     optimizer = Value[torch.optim.Optimizer | None]("Optimizer over this rank's shards.", lambda e: e._run.optimizer)
-    lr_scheduler = Value[Any]("Learning-rate schedule; None without one.", lambda e: e.parts.client_scheduler)
     training_dataloader = Value[Any]("Loader of training_data; None without it.", lambda e: e.parts.loader)
     collate_fn = Value[Callable[[list[Any]], Any] | None](
         "Function that joins samples to a batch; None without training_data.",
@@ -114,6 +114,21 @@ class DeepSpeedEngine(Engine):
         'Charts on rank 0: `engine.monitor.write_events([("eval/loss", 1.5, engine.global_samples)])`.',
         lambda e: e.parts.telemetry,
     )
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Learning-rate schedule; None without one.
+
+        `step` advances the schedule that is set here, and checkpoints hold its state.  Set None to advance your
+        schedule yourself.
+        """
+        return self.parts.client_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        chosen = ConstantRate() if schedule is None else schedule
+        parts = attrs.evolve(self.parts, scheduler=chosen, client_scheduler=schedule)
+        self._run = attrs.evolve(self._run, parts=parts)
 
     @property
     def activation_checkpointing(self) -> Checkpointing:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -40,6 +42,35 @@ def test_tensors_keep_value_dtype_and_shape():
         back = decode(json.loads(json.dumps(encode(tensor))))
         assert back.dtype == tensor.dtype
         assert torch.equal(back, tensor)
+
+
+def test_tensors_of_several_elements_are_handed_to_the_caller_by_name():
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"ema": [torch.arange(6.0).view(2, 3), torch.tensor(2)], "empty": torch.zeros(0, dtype=torch.int8)}
+    text = json.dumps(encode(value, "client_state", tensors), allow_nan=False)
+    assert [tuple(each.shape) for each in tensors.values()] == [(2, 3), (0,)]
+    read: dict[str, torch.Tensor] = {}
+    back = decode(json.loads(text), "client_state", read)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        read[name].copy_(tensor)
+    assert torch.equal(back["ema"][0], value["ema"][0])
+    assert (back["ema"][1], back["empty"].shape, back["empty"].dtype) == (torch.tensor(2), (0,), torch.int8)
+    with pytest.raises(
+        ValueError, match=r"value is not a valid \$stored: 'model.weight' is not the name of a stored"
+    ):
+        decode({"$stored": ["model.weight", "float32", [1]]})
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
+def test_tensors_without_plain_values_are_refused_with_their_place(tensor):
+    with pytest.raises(TypeError, match=r"client_state\.a is a Tensor: a checkpoint holds .* paths and tensors;"):
+        encode({"a": tensor}, "client_state", {})
+
+
+def test_paths_dtypes_devices_and_numbers_of_numpy_survive():
+    value = {"root": Path("a/b"), "dtype": torch.bfloat16, "device": torch.device("cuda", 1), "rate": np.float32(0.5)}
+    assert decode(json.loads(json.dumps(encode(value)))) == value
 
 
 def test_integer_keys_of_a_multi_step_schedule_stay_integers():

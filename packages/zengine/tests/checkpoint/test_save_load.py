@@ -46,6 +46,20 @@ def test_client_state_comes_back_clean(tmp_path):
     assert Path(path) == tmp_path / "global_step0"
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_in_client_state_come_back(tmp_path, background):
+    average = {"weight": torch.arange(6.0).view(2, 3).t(), "steps": torch.tensor(7)}
+    engine = make(checkpoint={"async_save": background})
+    engine.save_checkpoint(tmp_path, client_state={"average": average, "metrics": {"classes": torch.ones(2)}})
+    average["weight"] = average["weight"] * 1.0
+    engine.wait_for_checkpoint()
+    assert zckpt.find(tmp_path).objects["metrics"] == {}
+    found = [make().load_checkpoint(tmp_path)[1]] + ([engine.restore_from_memory()] if background else [])
+    for each in found:
+        assert each["average"]["weight"].equal(average["weight"])
+        assert each["average"]["steps"] == 7
+
+
 def test_old_checkpoints_go_as_the_config_says(tmp_path):
     """The best is judged by client_state["metrics"]; what is no number is no metric."""
     engine = make(checkpoint={"keep": {"last": 1, "best": "loss"}})
@@ -218,6 +232,18 @@ def test_a_bad_value_on_one_rank_is_told_to_all():
     first, second = run_ranks(_bad_client_state_on_rank_1, 2)
     assert first.startswith("nothing was saved, because of rank 1: client_state.x is a object")
     assert second.startswith("client_state.x is a object")
+
+
+def _differing_client_state() -> list[object]:
+    root, rank = zcomm.all_gather_object(tempfile.mkdtemp())[0], zcomm.group_rank()
+    make().save_checkpoint(root, client_state={"rank": rank, "seconds": torch.full((2,), rank)})
+    state = make().load_checkpoint(root)[1]
+    return [state["rank"], state["seconds"].tolist()]
+
+
+def test_rank_0s_client_state_is_saved():
+    """As in DeepSpeed at stages 0 to 2; times and other states of callbacks differ between ranks."""
+    assert run_ranks(_differing_client_state, 2) == [[0, [0, 0]]] * 2
 
 
 def _tags(validation: str) -> list[str]:

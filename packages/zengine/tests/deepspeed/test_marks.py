@@ -93,7 +93,7 @@ def check_facts(persist: int) -> list[list[int]]:
         assert param.ds_active_sub_modules == set()
         part = param.ds_tensor
         assert part.dim() == 1
-        assert part.ds_numel == part.numel()
+        assert part.ds_numel == part.numel() == param.partition_numel()
         assert part.status is PartitionedParamStatus.AVAILABLE
         assert not part.requires_grad
         parts: list[list[float]] = zcomm.all_gather_object(part.tolist(), engine.parts.partition.group)
@@ -272,6 +272,7 @@ def check_init() -> None:
     assert [param.ds_status for param in net.parameters()] == [AWAY] * 6
     assert [param.ds_shape for param in net.parameters()] == [param.shape for param in plain.parameters()]
     assert net.first.weight.ds_tensor is None
+    assert net.first.weight.partition_numel() == -(-plain.first.weight.numel() // zcomm.group_size())
     numbers = [param.ds_id for param in net.parameters()]
     assert numbers == sorted(set(numbers))
     assert not hasattr(net, "ds_external_parameters")

@@ -12,6 +12,7 @@ the last boundary, and the present random state and buffers: a run that resumes 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -96,16 +97,13 @@ class Checkpoints:
         common = common_tag(
             f"global_step{clock.steps}" if tag is None else str(tag), run.plan.checkpoint.tag_validation, peers
         )
-        objects, rank_objects = on_every_rank(
-            lambda: (_objects(run, features, client_state), _rank_objects(run)), peers
-        )
-        objects["features"] = peers.exchange(objects["features"])[0]  # rank 0's: counts may differ between ranks
+        objects, rank_objects, held = _small_state(run, features, client_state, peers)
         objects["left_out"] = sorted(left_out)
         objects["tied"] = tied_names(run)
         telemetry = run.parts.telemetry
         with telemetry.paused(), telemetry.span("checkpoint"):
             content = Content(
-                shards=_shards(run, left_out),
+                shards=itertools.chain(_shards(run, left_out), held),
                 objects=objects,
                 rank_objects=rank_objects,
                 step=clock.steps,
@@ -171,13 +169,15 @@ def _load(
 ) -> tuple[str, dict[str, Any]]:
     """Decode and check everything on all ranks without changes; then fill tensors, and commit the rest."""
     partition, names, peers = run.parts.partition, frozenset(checkpoint.names()), GroupPeers.of(run)
-    left_out, client_state = on_every_rank(lambda: _checked(run, checkpoint, scope), peers, NOTHING_LOADED)
+    tensors: dict[str, torch.Tensor] = {}  # of the client state
+    left_out, client_state = on_every_rank(lambda: _checked(run, checkpoint, scope, tensors), peers, NOTHING_LOADED)
     check_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
     partition.admit_unfrozen()
     wanted = [shard for shard in _with_prefix(partition.shards_to_fill()) if shard.name in names]
     warn_rounded(wanted, checkpoint, peers.rank)
     prepared = on_every_rank(lambda: prepare(run, features, checkpoint, scope), peers, NOTHING_LOADED)
-    checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
+    numbers: list[zckpt.ShardLike] = [*prepared.state.numbers, *stored(tensors)]
+    checkpoint.read(numbers, strict=False, verify="first", cast=True, peers=peers)
     on_every_rank(prepared.state.stage_numbers, peers, NOTHING_LOADED)
     everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "ignore", verify="first", cast=True)
     fill = checkpoint.prepare_read(everything, peers)
@@ -202,8 +202,13 @@ def _round_masters(shards: Iterable[zpartition.Shard], params: Mapping[str, torc
             shard.tensor.copy_(shard.tensor.to(param.dtype))
 
 
-def _checked(run: Run, checkpoint: Source, scope: RestoreScope) -> tuple[frozenset[str], dict[str, Any]]:
-    """Check the kinds; return the names that were not saved and need not match, and the caller's state."""
+def _checked(
+    run: Run, checkpoint: Source, scope: RestoreScope, tensors: dict[str, torch.Tensor]
+) -> tuple[frozenset[str], dict[str, Any]]:
+    """Check the kinds; return the names that were not saved and need not match, and the caller's state.
+
+    `tensors` receives the tensors of the caller's state, to be read.
+    """
     objects = small_state(checkpoint)
     if scope.run:
         require_run(checkpoint)
@@ -212,7 +217,10 @@ def _checked(run: Run, checkpoint: Source, scope: RestoreScope) -> tuple[frozens
     client_state = objects.member("client_state", {})
     client_state.members()
     with errors_at(client_state):
-        return left_out, decode(client_state.value, client_state.where)
+        found = decode(client_state.value, client_state.where, tensors)
+        if missing := sorted(tensors.keys() - set(checkpoint.names())):
+            raise ValueError(f"the tensors {missing[:5]} are not in the checkpoint")
+        return left_out, found
 
 
 # -- content of a checkpoint ---------------------------------------------------------------------
@@ -226,16 +234,37 @@ def _shards(run: Run, left_out: frozenset[str]) -> Iterator[zckpt.ShardLike]:
             yield attrs.evolve(shard, name=f"{OPTIMIZER}{key}.{shard.name}")
 
 
+def stored(tensors: Mapping[str, torch.Tensor]) -> list[zckpt.Shard]:
+    """Return shards of the caller's tensors; those to be read are contiguous, so that a read fills them."""
+    return [zckpt.whole(name, tensor.detach().contiguous()) for name, tensor in tensors.items()]
+
+
 def _with_prefix(shards: Iterable[Any]) -> Iterator[Any]:
     """Yield shards with the names that weights have in a checkpoint."""
     for shard in shards:
         yield attrs.evolve(shard, name=MODEL + shard.name)
 
 
-def _objects(run: Run, features: Sequence[SavedFeature], client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _small_state(
+    run: Run, features: Sequence[SavedFeature], client_state: Mapping[str, Any], peers: GroupPeers
+) -> tuple[dict[str, Any], dict[str, Any], list[zckpt.Shard]]:
+    """Return the JSON of all ranks, that of this rank, and on rank 0 the tensors of the caller's state."""
+    tensors: dict[str, torch.Tensor] = {}
+    objects, rank_objects, held = on_every_rank(
+        lambda: (_objects(run, features, client_state, tensors), _rank_objects(run), stored(tensors)), peers
+    )
+    common_objects = {key: objects[key] for key in ("features", "client_state", "metrics")}
+    objects |= peers.exchange(common_objects)[0]  # rank 0's: counts and the caller's state may differ between ranks
+    return objects, rank_objects, held if peers.rank == 0 else []
+
+
+def _objects(
+    run: Run, features: Sequence[SavedFeature], client_state: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the state that is JSON; `tensors` receives those of the caller's state."""
     parts = run.parts
     return {
-        "client_state": encode(dict(client_state), "client_state"),
+        "client_state": encode(dict(client_state), "client_state", tensors),
         "metrics": _metrics(client_state),
         "clock": encode(run.clock.state_dict()),
         "optimizer": None if run.optimizer is None else _describe_optimizer(run.optimizer),
@@ -246,6 +275,7 @@ def _objects(run: Run, features: Sequence[SavedFeature], client_state: Mapping[s
         "scaler": {"kind": type(parts.scaler).__name__, "state": encode(parts.scaler.state_dict())},
         "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in features if f.name},
         "plan": run.plan.describe(),
+        "zero_stage": run.plan.zero.stage,
         "degrees": attrs.asdict(run.plan.parallel.degrees),
     }
 
@@ -254,9 +284,12 @@ def _metrics(client_state: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of client_state["metrics"], which checkpoint.keep.best compares."""
     given = client_state.get("metrics")
     values = given.items() if isinstance(given, Mapping) else ()
-    is_number = (int, float, torch.Tensor)
-    numbers = {str(name): float(value) for name, value in values if isinstance(value, is_number)}
+    numbers = {str(name): float(value) for name, value in values if _is_number(value)}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

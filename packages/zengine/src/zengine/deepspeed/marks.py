@@ -39,7 +39,7 @@ from zengine.deepspeed.utils.leaves import get_z3_leaf_modules
 from zengine.features import Feature
 
 if TYPE_CHECKING:
-    from zengine.engine.parts import Parts, Run
+    from zengine.engine.parts import Run
 
 __all__ = [
     "ParameterOffload",
@@ -88,7 +88,7 @@ class _Mark:
     num_holders: int = 0  # blocks and all_gather calls that hold it
     persists: bool = False  # small enough to stay whole
     leaf: Any = None  # weak reference to its leaf module
-    parts: Any = None  # weak reference to the parts of the engine that shards it
+    partition: Any = None  # weak reference to the partition that shards it
     opened: _GatherCall | None = None  # the all_gather call that holds it
     sub_modules: set[int] = attrs.field(factory=set)  # third-party code clears it; nothing reads it
 
@@ -134,6 +134,11 @@ class Marked:
         if part is not None:
             part.ds_numel, part.status, part.final_location = part.numel(), PartitionedParamStatus.AVAILABLE, None
         return part  # type: ignore[no-any-return]
+
+    def partition_numel(self) -> int:
+        """Return the elements of this rank's shard; before `initialize`, those of an equal share."""
+        part = self.ds_tensor
+        return -(-self.ds_numel // zcomm.group_size(self.ds_process_group)) if part is None else part.numel()
 
     @property
     def ds_persist(self) -> bool:
@@ -317,7 +322,7 @@ class ZeroMarks(Feature):
         left_numel = run.plan.zero.persist_total_numel
         for param in params:
             found = mark(param)
-            found.parts = weakref.ref(run.parts)
+            found.partition = weakref.ref(run.parts.partition)
             found.persists = param.numel() < run.plan.zero.persist_numel and param.numel() <= left_numel
             left_numel -= param.numel() if found.persists else 0
         for module in get_z3_leaf_modules(run.module):
@@ -328,7 +333,7 @@ class ZeroMarks(Feature):
         optimizer: Any = run.optimizer
         if optimizer is not None:
             optimizer.parameter_offload = ParameterOffload(run.module)
-        self._undo = weakref.finalize(run.parts, _remove_marks, params, modules, optimizer)
+        self._undo = weakref.finalize(run.clock, _remove_marks, params, modules, optimizer)
 
     def close(self) -> None:
         self._undo()
@@ -379,10 +384,9 @@ def _forget(key: int, _: object) -> None:
 
 
 def _local_shard(param: Parameter, known: _Mark) -> Tensor | None:
-    parts: Parts | None = None if known.parts is None else known.parts()
-    if parts is None:
+    partition: zpartition.Partition | None = None if known.partition is None else known.partition()
+    if partition is None:
         return None
-    partition = parts.partition
     if partition.owns(param):
         return zpartition.local_weight(param)
     length = -(-param.numel() // zcomm.group_size(partition.group))  # every rank has the whole parameter

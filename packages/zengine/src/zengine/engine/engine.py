@@ -232,7 +232,8 @@ class Engine(nn.Module):
         resumes begins the step again.
 
         tag: default: global_step<N>.
-        client_state: numbers, strings, lists, dicts and scalar tensors, which `load_checkpoint` returns.
+        client_state: numbers, strings, lists, dicts, tensors and paths, which `load_checkpoint` returns; rank 0's is
+            saved.
         exclude_frozen_parameters: omit parameters that require no gradient (e.g. a base model under adapters); a load
             keeps the module's.
 

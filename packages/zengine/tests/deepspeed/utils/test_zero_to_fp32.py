@@ -34,7 +34,7 @@ def save_at(stage: int, folder: str) -> dict[str, torch.Tensor]:
     engine = deepspeed.initialize(model=model(), config=config)[0]
     engine.backward(engine(torch.randn(2, 4).bfloat16()).float().square().mean())
     engine.step()
-    engine.save_checkpoint(folder, tag="now")
+    engine.save_checkpoint(folder, tag="now", client_state={"epoch": 2, "average": torch.arange(3.0)})
     found = {
         name: deepspeed.utils.safe_get_full_fp32_param(p)
         for name, p in engine.module.named_parameters()
@@ -48,6 +48,34 @@ def save_at(stage: int, folder: str) -> dict[str, torch.Tensor]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("run")
     return folder, run_ranks(save_at, 2, 3, str(folder))[0]
+
+
+def test_converters_find_the_small_state_in_files_of_torch(saved: tuple[Path, dict[str, torch.Tensor]]):
+    """As Lightning's converter reads it."""
+    checkpoint = str(saved[0] / "now")
+    (optimizer,) = tools.get_optim_files(checkpoint)
+    stage = torch.load(optimizer)["optimizer_state_dict"]["zero_stage"]
+    assert stage == 3
+    file = tools.get_model_state_file(checkpoint, stage)
+    assert Path(file).name == "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    assert tools.get_model_state_files(checkpoint) == [file]
+    state = torch.load(file)
+    assert (state["epoch"], state["global_steps"], state["dp_world_size"]) == (2, 1, 2)
+    assert state["average"].tolist() == [0, 1, 2]
+    with pytest.raises(FileNotFoundError, match=r"mp_rank_00_model_states.pt' \(ZeRO stage 1\)"):
+        tools.get_model_state_file(checkpoint, 1)
+    with pytest.raises(FileNotFoundError, match="absent' doesn't exist"):
+        tools.get_optim_files(str(saved[0] / "absent"))
+    with pytest.raises(FileNotFoundError, match=r"can't find \*_optim_states.pt files in directory"):
+        tools.get_optim_files(str(saved[0]))
+
+
+def test_files_of_deepspeed_are_listed_in_the_order_of_their_ranks(tmp_path: Path):
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 2, 10)]
+    for name in [*reversed(names), "mp_rank_00_model_states.pt"]:
+        (tmp_path / name).touch()
+    assert [Path(path).name for path in tools.get_optim_files(tmp_path)] == names
+    assert tools.get_model_state_file(tmp_path, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
 
 
 def test_masters_of_a_stage_3_run_come_out_whole(saved: tuple[Path, dict[str, torch.Tensor]]):

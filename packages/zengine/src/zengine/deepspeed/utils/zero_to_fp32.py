@@ -25,10 +25,20 @@ import zckpt
 import zckpt.interchange
 from zengine.checkpoint.consensus import MODEL
 from zengine.checkpoint.weight_files import Entry, write_weights
+from zengine.deepspeed.utils.state_files import (
+    get_checkpoint_files,
+    get_model_state_file,
+    get_model_state_files,
+    get_optim_files,
+)
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]
