@@ -33,9 +33,7 @@ def _calls(logits: torch.Tensor) -> dict[str, Any]:
     used = torch.tensor([1] * 10 + [0] * 2)
     calls: dict[str, Any] = {
         "top1": lambda s: top1gating(logits, 1.0, 0, sparse_routes=s),
-        "top1rs": lambda s: top1gating(
-            logits, 1.0, 2, noisy_gate_policy="RSample", use_rts=False, sparse_routes=s
-        ),
+        "top1rs": lambda s: top1gating(logits, 1.0, 2, noisy_gate_policy="RSample", use_rts=False, sparse_routes=s),
         "top1nd": lambda s: top1gating(logits, 1.0, 2, drop_tokens=False, used_token=used, sparse_routes=s),
         "top2": lambda s: top2gating(logits, 0.6, 0, sparse_routes=s),
         "top2n": lambda s: top2gating(

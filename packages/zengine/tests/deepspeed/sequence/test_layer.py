@@ -72,7 +72,10 @@ def _exchanges() -> None:
     swapped.sum().backward()
     assert torch.equal(x.grad, torch.ones(2, 5))
     for call, told in (
-        (lambda: single_all_to_all(torch.ones(2, 6, 1, 3), 2, 1, 0, None), "1 key-value heads cannot be assigned to 2"),
+        (
+            lambda: single_all_to_all(torch.ones(2, 6, 1, 3), 2, 1, 0, None),
+            "1 key-value heads cannot be assigned to 2",
+        ),
         (lambda: single_all_to_all(torch.ones(2, 5, 2, 3), 1, 2, 0, None), "5 tokens .* cannot be split over 2"),
         (lambda: single_all_to_all(torch.ones(2, 6, 2, 3), 2, 1, 3, None), "batch_dim_idx must be 0"),
         (lambda: _dim_zero_all_to_all(None, torch.ones(3, 2)), "must be the number of ranks, 2"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ __all__ = ["LoRAOptimizedLinear", "OptimizedLinear"]
 _PLAIN = nn.Linear
 
 
+class LayerOptions(TypedDict, total=False):
+    """Optional arguments of OptimizedLinear."""
+
+    device: Any
+    dtype: torch.dtype  # bfloat16 by default
+    linear_cls: Any  # class of ordinary layers: torch.nn.Linear
+
+
 class OptimizedLinear(nn.Module):
     """Constructor: returns a LoRAOptimizedLinear, a QuantizedLinear or, without configs, a `linear_cls`."""
 
@@ -31,28 +39,20 @@ class OptimizedLinear(nn.Module):
         bias: bool = False,
         lora_config: LoRAConfig | None = None,
         quantization_config: QuantizationConfig | None = None,
-        device: Any = None,
-        dtype: torch.dtype = torch.bfloat16,
-        linear_cls: Any = _PLAIN,
+        **options: Unpack[LayerOptions],
     ) -> nn.Module:
         """Raises ValueError for configs that are no dataclasses."""
         for given in (lora_config, quantization_config):
             if given is not None and not is_dataclass(given):
                 raise ValueError(f"expected a LoRAConfig and a QuantizationConfig, got {type(given).__name__}")
         if lora_config is not None:
-            return LoRAOptimizedLinear(
-                input_dim,
-                output_dim,
-                bias=bias,
-                lora_config=lora_config,
-                quantization_config=quantization_config,
-                device=device,
-                dtype=dtype,
-                linear_cls=linear_cls,
-            )
+            return LoRAOptimizedLinear(input_dim, output_dim, bias, lora_config, quantization_config, **options)
+        dtype, device = options.get("dtype", torch.bfloat16), options.get("device")
         if quantization_config is not None:
             return QuantizedLinear(input_dim, output_dim, bias, quantization_config, dtype)
-        plain: nn.Module = linear_cls(input_dim, output_dim, bias=bias, dtype=dtype, device=device)
+        plain: nn.Module = options.get("linear_cls", _PLAIN)(
+            input_dim, output_dim, bias=bias, dtype=dtype, device=device
+        )
         return plain
 
 

@@ -91,25 +91,17 @@ def single_all_to_all(
 
 
 class _SeqAllToAll(Function):
-    """Differentiable `single_all_to_all`.  stream, handle, type, is_fwd: ignored."""
+    """Differentiable `single_all_to_all`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        group: ProcessGroup | None,
-        input: Tensor,
-        scatter_idx: int,
-        gather_idx: int,
-        batch_dim_idx: int,
-        stream: Any = None,
-        handle: Any = None,
-        type: str | None = None,
-        is_fwd: bool = True,
-        num_kv_heads: int | None = None,
-    ) -> Tensor:
+    def forward(ctx: Any, group: ProcessGroup | None, input: Tensor, *rest: Any) -> Tensor:
+        """rest: scatter_idx, gather_idx, batch_dim_idx, stream, handle, type, is_fwd, num_kv_heads; three needed."""
+        scatter_idx, gather_idx, batch_dim_idx = rest[:3]
+        num_kv_heads = rest[7] if len(rest) > 7 else None
         if num_kv_heads is None and scatter_idx >= _HEADS:
             num_kv_heads = input.shape[_HEADS]
         ctx.way = group, gather_idx, scatter_idx, batch_dim_idx, num_kv_heads
+        ctx.num_rest = len(rest)
         return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads)
 
     @staticmethod
@@ -118,7 +110,7 @@ class _SeqAllToAll(Function):
         grad = _SeqAllToAll.apply(  # type: ignore[no-untyped-call]
             group, *grad_output, scatter_idx, gather_idx, batch_dim_idx, None, None, None, False, num_kv_heads
         )
-        return None, grad, *(None,) * 8
+        return None, grad, *(None,) * ctx.num_rest
 
 
 class _DimZeroAllToAll(Function):

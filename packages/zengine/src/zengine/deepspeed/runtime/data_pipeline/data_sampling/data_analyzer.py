@@ -14,7 +14,7 @@ integer for each sample, and `<save_path>/<name>/` gets these indexed datasets (
 
 Of type "accumulate_value_over_samples" results of all batches are summed, into `<name>_metric_value`.
 
-`run_map` measures one worker's part into a .npz file and `run_reduce` joins the parts.  Rejected: DeepSpeed's lists
+`run_map` measures one worker's part into a .npy file and `run_reduce` joins the parts.  Rejected: DeepSpeed's lists
 of samples in one .csv for each value.  `zengine.data.DataAnalyzer` takes functions of one sample instead.
 """
 
@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Subset
 
+from zengine.data.metrics import open_array, save_array
 from zengine.deepspeed.comm import barrier
 from zengine.deepspeed.comm.world import get_rank, get_world_size, is_initialized
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.utils import (
@@ -121,9 +122,7 @@ class DataAnalyzer:
             self.custom_map_finalize(self.metric_types, self.metric_dtypes, results)
             return
         for name, result in zip(self.metric_names, results):
-            file = self._part_file(name, self.worker_id, thread_id)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(file, **result.arrays())
+            save_array(self._part_file(name, self.worker_id, thread_id), result.array())
 
     def run_reduce(self) -> None:
         """Join the parts of all workers, and write the files of each metric.
@@ -139,10 +138,10 @@ class DataAnalyzer:
         places = [(worker, thread) for worker in range(self.num_workers) for thread in range(self.num_threads)]
         for name, kind in zip(self.metric_names, self.metric_types):
             files = [self._part_file(name, *place) for place in places]
-            parts = [dict(np.load(file)) for file in files]
+            parts = [np.array(open_array(file)) for file in files]
             stem = str(Path(self.save_path) / name / name)
             if kind == SINGLE:
-                values, samples = (np.concatenate([part[key] for part in parts]) for key in ("values", "samples"))
+                values, samples = np.concatenate(parts, axis=1)
                 if len(values) != len(self.dataset):
                     raise ValueError(
                         f"metric {name!r}: the parts have {len(values)} values and the dataset {len(self.dataset)} "
@@ -150,8 +149,7 @@ class DataAnalyzer:
                     )
                 write_values(stem, values, samples)
             else:
-                totals = [part["total"] for part in parts if part["total"].size]
-                write_dataset(f"{stem}_metric_value", [np.sum(totals, axis=0)])
+                write_dataset(f"{stem}_metric_value", [np.sum([part for part in parts if part.size], axis=0)])
             for file in files:
                 file.unlink()
 
@@ -160,7 +158,7 @@ class DataAnalyzer:
         return threads[thread_id]
 
     def _part_file(self, name: str, worker: int, thread: int) -> Path:
-        return Path(self.save_path) / name / f"worker{worker}_thread{thread}.npz"
+        return Path(self.save_path) / name / f"worker{worker}_thread{thread}.npy"
 
     def _update(self, results: list[_Results], batch: Any, begin: int) -> None:
         dtypes = self.metric_dtypes or [None] * len(results)
@@ -224,14 +222,12 @@ class _Results:
         self.values.append(values)
         self.samples.append(samples)
 
-    def arrays(self) -> dict[str, Values]:
-        """Return what a part's file holds."""
+    def array(self) -> Values:
+        """Return what a part's file holds: the sum, flat; or (2, samples) values and numbers."""
+        if self.total is not None:
+            return np.asarray(self.total.reshape(-1))
         empty = np.empty(0, dtype=np.int64)
-        return {
-            "values": np.concatenate([empty, *self.values]) if self.values else empty,
-            "samples": np.concatenate([empty, *self.samples]),
-            "total": empty if self.total is None else self.total.reshape(-1),
-        }
+        return np.stack([np.concatenate([empty, *self.values]), np.concatenate([empty, *self.samples])])
 
 
 def write_values(stem: str, values: Values, samples: Values) -> None:
