@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import zcomm
 import zengine.deepspeed as deepspeed
 import zpartition.experts
+from zcomm.testing import run_ranks
 from zengine.deepspeed.moe.layer import MoE
 
 
@@ -45,3 +49,25 @@ def test_groups_are_set_up_by_the_layer() -> None:
     assert deepspeed.utils.groups._get_expert_model_parallel_world_size() == 1
     with pytest.raises(ValueError, match="use_data_before_expert_parallel_=True is not available"):
         layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+
+
+def _copies_on_tensor_ranks() -> tuple[float, float]:
+    """Return the gradient norm of an engine whose mpu has two tensor ranks that split nothing, and torch's."""
+    torch.manual_seed(0)
+    layer = MoE(4, nn.Linear(4, 4), num_experts=2, capacity_factor=9.0, use_rts=False)
+    plain, x = copy.deepcopy(layer), torch.randn(6, 4)
+    plain(x)[0].square().mean().backward()
+    norm = torch.stack([param.grad.norm() for param in plain.parameters()]).norm()
+    config = {"train_micro_batch_size_per_gpu": 6, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=layer, config=config, mpu=zcomm.Groups.of(zcomm.Degrees(tensor=2)))
+    assert engine.num_local_experts == 2
+    assert deepspeed.utils.groups._get_expert_model_parallel_world_size() == 1
+    engine.backward(engine(x)[0].square().mean())
+    assert engine.step().applied
+    engine.close()
+    return float(engine.last_report.grad_norm), float(norm)
+
+
+def test_a_model_of_experts_may_be_whole_on_the_tensor_ranks_of_an_mpu() -> None:
+    for found, wanted in run_ranks(_copies_on_tensor_ranks, 2):
+        assert found == pytest.approx(wanted)
