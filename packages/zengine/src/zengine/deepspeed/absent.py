@@ -30,6 +30,21 @@ ABSENT: dict[str, str] = {
         "tp_model_init, which split the model's own layers."
     ),
     "module_inject.revert_transformer_layer": "blocks are never replaced by fused layers. Leave it out.",
+    **dict.fromkeys(
+        (
+            *("sequence.fpdt_layer.FPDT_Attention", "sequence.fpdt_layer._FPDTGPUAttentionImpl_"),
+            "sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_",
+        ),
+        "it moves chunks to the host around flash-attention's kernels. Use zpartition.sequence.ring_attention, or "
+        "sequence.layer.DistributedAttention with activation checkpoints on the host.",
+    ),
+    "sequence.fpdt_layer.FPDT_FFN": (
+        "its gradients overwrite its input. Use runtime.sequence_parallel.ulysses_sp.TiledMLP, in chunks of tokens."
+    ),
+    "sequence.fpdt_layer.FPDT_LogitsLoss": (
+        "it is tied to Megatron's layout. Use runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss, or "
+        "zpartition.sequence.chunked_cross_entropy."
+    ),
     "zero.MiCS_Init": "it was removed from DeepSpeed. Use zero.Init, and zero_optimization.shard_group_size.",
 }
 
