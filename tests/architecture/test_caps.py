@@ -35,8 +35,12 @@ BOOLEANS = {
 ENGINE = repo.source_folder("zengine") / "engine/engine.py"
 FORBIDDEN_IN_ENGINE = {"isinstance", "hasattr", "getattr", "type", "issubclass"}
 
-# Classes whose booleans are keys of the user's JSON, not states.
-MIRRORS_THE_CONFIG = ("packages/zengine/src/zengine/config/",)
+# Classes whose booleans are keys of the user's JSON, or arguments with DeepSpeed's names, not states.
+MIRRORS_THE_CONFIG = (
+    "packages/zengine/src/zengine/config/",
+    "packages/zengine/src/zengine/deepspeed/linear/config.py",
+    "packages/zengine/src/zengine/deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py",
+)
 
 PYTHON_FILES = [
     path for path in repo.files(".py") if path.parts[len(repo.ROOT.parts)] in ("packages", "tests", "tools")

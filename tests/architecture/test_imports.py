@@ -163,7 +163,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # a model split by other code: its marks, and copies compared over the tensor ranks
     "build/mpu.py": {
         "zcomm": {"all_gather_object", "detect", "Groups"},
-        "zpartition": {"Partition", "expert_shards_of", "model_parallel_group_of", "tensor.adopt_marked_split"},
+        "zpartition": {
+            *("Partition", "expert_shards_of", "model_parallel_group_of", "tensor.adopt_marked_split"),
+            "experts.MoE",
+        },
     },
     # activation checkpoints, from the config
     "build/activation_checkpointing.py": {

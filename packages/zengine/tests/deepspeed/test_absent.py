@@ -6,14 +6,14 @@ import pytest
 
 import zengine.deepspeed as deepspeed
 from zengine.deepspeed.absent import ABSENT, NotAvailable, absent, raise_not_available
-from zengine.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
+from zengine.deepspeed.module_inject.replace_module import GroupQuantizer
 
 
 @pytest.mark.parametrize(
     ("cls", "told"),
     [
         (deepspeed.zero.TiledLinear, r"deepspeed\.zero\.TiledLinear: stage 3 gathers one module at a time"),
-        (DataAnalyzer, r"data_analyzer\.DataAnalyzer: .* Use zengine\.data\.DataAnalyzer"),
+        (GroupQuantizer, r"module_inject\.GroupQuantizer: .* Use deepspeed\.linear\.QuantizedLinear"),
         (deepspeed.DeepSpeedTransformerLayer, "fused BERT layer of 2020"),
     ],
 )

@@ -23,6 +23,7 @@ import zcomm
 import zpartition
 from zengine.config.plan.parallel import TENSOR_KEYS
 from zengine.engine.digest import fingerprint
+from zengine.imports import is_imported
 
 if TYPE_CHECKING:
     from zengine.build.groups import ProcessLayout
@@ -57,15 +58,24 @@ def _adopt(model: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
         return
     from zpartition.tensor import adopt_marked_split
 
-    if adopt_marked_split(model, groups.tensor()):
+    is_asked = any(plan.origins.get(key, "default") != "default" for key in TENSOR_KEYS)
+    has_experts = is_imported("zpartition.experts") and _has_expert_layers(model)
+    if adopt_marked_split(model, groups.tensor(), accepts_copies=has_experts and not is_asked):
         _warn_sequence_parallel(model)
-    elif not any(plan.origins.get(key, "default") != "default" for key in TENSOR_KEYS):
+    elif not is_asked:
         raise ValueError(
             f"mpu= has {num_ranks} tensor ranks, and no parameter of {type(model).__name__} is marked as split. If "
             f'the model is whole, write "tensor_parallel": {{"autotp_size": {num_ranks}}} to split it. If its own '
             "layers hold slices, mark their parameters as Megatron does: param.tensor_model_parallel = True, and "
             "param.partition_dim = the sliced dimension."
         )
+
+
+def _has_expert_layers(model: nn.Module) -> bool:
+    """Return True for a model with MoE layers: its other layers may be few, and whole on the tensor ranks."""
+    from zpartition.experts import MoE
+
+    return any(isinstance(child, MoE) for child in model.modules())
 
 
 def check_copies(partition: zpartition.Partition, groups: zcomm.Groups) -> None:

@@ -169,7 +169,19 @@ def digest(array: NDArray[Any]) -> str:
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of entries, number of documents
-_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2", 9: "u4", 10: "u8"}
+# DeepSpeed has used some codes in two ways (since 0.19: the first); the size of the .bin tells which.
+_DTYPES: dict[int, tuple[str, ...]] = {
+    1: ("u1",),
+    2: ("i1",),
+    3: ("i2",),
+    4: ("i4",),
+    5: ("i8",),
+    6: ("u2", "f8"),
+    7: ("u4", "f8"),
+    8: ("u8", "u2"),
+    9: ("u4",),
+    10: ("u8",),
+}
 
 
 def read_megatron_pair(samples: str | Path, metrics: str | Path) -> dict[str, NDArray[Any]]:
@@ -207,7 +219,9 @@ def _read_megatron(path: str | Path) -> tuple[NDArray[np.int32], NDArray[Any]]:
         if magic != _MAGIC or version != 1 or code not in _DTYPES:
             raise ValueError(f"magic {magic!r}, version {version}, dtype {code}")
         sizes = np.frombuffer(index, dtype="<i4", count=count, offset=_HEADER.size)
-        numbers = np.memmap(f"{stem}.bin", dtype="<" + _DTYPES[code], mode="r")
+        num_bytes, total = Path(f"{stem}.bin").stat().st_size, int(sizes.sum(dtype=np.int64))
+        kinds = [kind for kind in _DTYPES[code] if np.dtype(kind).itemsize * total == num_bytes]
+        numbers = np.memmap(f"{stem}.bin", dtype="<" + (kinds or _DTYPES[code])[0], mode="r")
     except (OSError, struct.error, ValueError) as error:
         raise ValueError(
             f"{path} is neither a .npy file nor a Megatron index (.idx beside .bin): {error}. "

@@ -21,9 +21,29 @@ ABSENT: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
-    "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": (
-        "its functions take collated batches. Use zengine.data.DataAnalyzer, with a function of one sample; it "
-        "reads the files of DeepSpeed's analyzer unchanged."
+    "module_inject.GroupQuantizer": (
+        "it makes int8 weights for fused inference layers. Use deepspeed.linear.QuantizedLinear for frozen weights."
+    ),
+    "module_inject.generic_injection": "it replaces the attention of diffusion models by fused kernels. Drop it.",
+    "module_inject.replace_transformer_layer": (
+        "it replaces blocks by fused inference layers. Use deepspeed.init_inference(model, injection_policy=...) or "
+        "tp_model_init, which split the model's own layers."
+    ),
+    "module_inject.revert_transformer_layer": "blocks are never replaced by fused layers. Leave it out.",
+    **dict.fromkeys(
+        (
+            *("sequence.fpdt_layer.FPDT_Attention", "sequence.fpdt_layer._FPDTGPUAttentionImpl_"),
+            "sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_",
+        ),
+        "it moves chunks to the host around flash-attention's kernels. Use zpartition.sequence.ring_attention, or "
+        "sequence.layer.DistributedAttention with activation checkpoints on the host.",
+    ),
+    "sequence.fpdt_layer.FPDT_FFN": (
+        "its gradients overwrite its input. Use runtime.sequence_parallel.ulysses_sp.TiledMLP, in chunks of tokens."
+    ),
+    "sequence.fpdt_layer.FPDT_LogitsLoss": (
+        "it is tied to Megatron's layout. Use runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss, or "
+        "zpartition.sequence.chunked_cross_entropy."
     ),
     "zero.MiCS_Init": "it was removed from DeepSpeed. Use zero.Init, and zero_optimization.shard_group_size.",
 }

@@ -87,7 +87,9 @@ def initialize(
         mpu=mpu,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=_add_leaf_names(_count_replicas(given, model), leaf_names(model)),
+        config=_without_unused_packing(
+            _add_leaf_names(_count_replicas(given, model), leaf_names(model)), has_data=training_data is not None
+        ),
         mesh=mesh,
     )
     groups.mpu = mpu
@@ -186,3 +188,20 @@ def _add_leaf_names(given: Any, names: tuple[str, ...]) -> Any:
     leaf_module = {**leaves, "names": list(dict.fromkeys((*written, *names)))}
     zero_optimization = {**zero, "leaf_module": leaf_module}
     return attrs.evolve(document, data={**document.data, "zero_optimization": zero_optimization})
+
+
+def _without_unused_packing(given: Any, *, has_data: bool) -> Any:
+    """Return the config without data sampling, if the caller packs batches.
+
+    That is with dynamic batching but no training data: `variable_batch_size_and_lr` reads the section then.
+    """
+    document = None if has_data else read(given)
+    if document is None or not isinstance(document.data, Mapping):
+        return given
+    efficiency = _section(document.data, "data_efficiency")
+    sampling = _section(efficiency, "data_sampling")
+    is_packed = _section(sampling, "dynamic_batching").get("enabled") is True and sampling.get("enabled") is True
+    if not is_packed or _section(sampling, "curriculum_learning").get("enabled"):
+        return given
+    changed = {**efficiency, "data_sampling": {**sampling, "enabled": False}}
+    return attrs.evolve(document, data={**document.data, "data_efficiency": changed})

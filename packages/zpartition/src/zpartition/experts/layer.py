@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,7 +22,6 @@ from zpartition.experts.stacked import Experts, check_divisible
 __all__ = ["MoE"]
 
 
-@final
 class MoE(nn.Module):
     """Mixture-of-experts layer: sums the outputs of each token's k best experts of `num_experts`.
 

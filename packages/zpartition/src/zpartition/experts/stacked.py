@@ -101,6 +101,11 @@ class Experts(nn.Module):
         """The tensor ranks that hold the other parts of each expert."""
         return self.parallel_region.mp_group
 
+    def local_expert(self, place: int) -> tuple[nn.Module, dict[str, Tensor]]:
+        """Return local expert number `place`: a module on the meta device, and its slices of the stacks."""
+        (template,) = self._template
+        return template, {name: stack[place] for name, stack in self.stacked.named_parameters()}
+
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Compute the rows of this rank's experts.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zpartition._renamed import renamed
 from zpartition.sequence.batches import ExchangedBatches, SequenceBatches, shift_labels
 from zpartition.sequence.chunked import chunked_cross_entropy
-from zpartition.sequence.head_all_to_all import HeadAssignment
+from zpartition.sequence.head_all_to_all import Dims, HeadAssignment, to_heads, to_tokens
 from zpartition.sequence.losses import gather_sequence, mean_over_sequence, sequence_cross_entropy
 from zpartition.sequence.models import ModelAttention
 from zpartition.sequence.ring import ring_attention
@@ -14,6 +14,7 @@ from zpartition.sequence.tiles import tiled, tiled_loss
 from zpartition.sequence.ulysses import DistributedAttention
 
 __all__ = [
+    "Dims",
     "DistributedAttention",
     "ExchangedBatches",
     "HeadAssignment",
@@ -29,6 +30,8 @@ __all__ = [
     "shift_labels",
     "tiled",
     "tiled_loss",
+    "to_heads",
+    "to_tokens",
 ]
 
 RENAMED = {

@@ -7,6 +7,7 @@ place.  The result is an ordinary model: `zpartition.shard` over the data-parall
 from __future__ import annotations
 
 from zpartition._renamed import renamed
+from zpartition.tensor.functions import copy, join_features, join_tokens, reduce, slice_features, slice_tokens
 from zpartition.tensor.infer_plan import infer_plan, infer_verified_plan
 from zpartition.tensor.layer_split import LayerSplit
 from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
@@ -46,16 +47,22 @@ __all__ = [
     "Vocabulary",
     "VocabularyEmbedding",
     "adopt_marked_split",
+    "copy",
     "find_tp_plan",
     "infer_plan",
     "infer_verified_plan",
+    "join_features",
+    "join_tokens",
     "load_whole_state_dict",
     "parallelize",
     "plan_by_names",
     "read_injection_policy",
     "read_layer_specs",
     "read_tp_plan",
+    "reduce",
     "resolve",
+    "slice_features",
+    "slice_tokens",
     "tp_model_init",
     "verify",
     "verify_on_first_call",

@@ -76,8 +76,10 @@ def read_marks(param: Parameter) -> Marks:
     return Marks(tuple(param.shape), True, dim, stride) if is_split else Marks(tuple(param.shape))
 
 
-def adopt_marked_split(model: nn.Module, group: ProcessGroup | None) -> bool:
+def adopt_marked_split(model: nn.Module, group: ProcessGroup | None, *, accepts_copies: bool = False) -> bool:
     """State the addresses of the marked parameters of `model`, split over `group`; False if none is marked.
+
+    accepts_copies: without a mark state that every rank of `group` holds the whole model, and return True.
 
     A collective of `group`.
 
@@ -97,7 +99,9 @@ def adopt_marked_split(model: nn.Module, group: ProcessGroup | None) -> bool:
         held = {name: by_param[id(p)] for name, p in child.named_parameters(recurse=False) if id(p) in by_param}
         if held:
             describe_split(child, mp_group, held)
-    return bool(addresses)
+    if accepts_copies and not addresses:
+        describe_split(model, mp_group, {})
+    return bool(addresses) or accepts_copies
 
 
 def plan_marked(everyone: Sequence[Mapping[str, Marks]], rank: int) -> dict[str, Address]:

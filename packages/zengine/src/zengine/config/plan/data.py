@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from zengine.config.keys.data import CurriculumLearning, CurriculumMetric
+from zengine.config.keys.data import CurriculumLearning, CurriculumMetric, DynamicBatchingSection
 from zengine.config.plan.data_rules import (
     METRICS,
     SEQLEN,
@@ -75,6 +75,8 @@ class DataPlan:
     packing: tuple[PackingPlan, ...] = ()  # dynamic batching: one or none
     seqlen: tuple[Schedule, ...] = ()  # curriculum of lengths: one or none
     ltd: tuple[LtdPlan, ...] = ()  # random-LTD: one or none
+    # As written, for loops that pack themselves.
+    dynamic_batching: DynamicBatchingSection = attrs.field(factory=DynamicBatchingSection)
     rows: tuple[tuple[str, Any], ...] = attrs.field(default=(), eq=False)  # (key, value) for the plan's table
 
     @property
@@ -122,6 +124,7 @@ def data_plan(config: Config) -> DataPlan:
             )
             for section in random_ltd(config)
         ),
+        dynamic_batching=sampling.dynamic_batching,
         rows=tuple(_rows(config)),
     )
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.moe import layer, utils
+from zengine.deepspeed.moe import experts, layer, mappings, sharded_moe, utils
 
-__all__ = ["layer", "utils"]
+__all__ = ["experts", "layer", "mappings", "sharded_moe", "utils"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.sequence import cross_entropy, layer
+from zengine.deepspeed.sequence import cross_entropy, fpdt_layer, layer, vocab_parallel_ops
 
-__all__ = ["cross_entropy", "layer"]
+__all__ = ["cross_entropy", "fpdt_layer", "layer", "vocab_parallel_ops"]

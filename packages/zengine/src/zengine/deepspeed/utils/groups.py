@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import zcomm
 from zengine.deepspeed.comm.world import get_rank, get_world_size
+from zpartition.experts import MoE
 
 if TYPE_CHECKING:
     from zengine.engine.engine import Engine
@@ -181,6 +182,13 @@ def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
 
 def _get_expert_data_parallel_rank(group_name: str = "") -> int:
     return _rank("expert_data_parallel")
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Return the number of tensor ranks that split each expert of the latest engine's MoE layers; 1 if whole."""
+    engine = _latest_engine()
+    layers = () if engine is None else engine.module.modules()
+    return max((layer.experts.mp_group.size for layer in layers if isinstance(layer, MoE)), default=1)
 
 
 def _first(group: Any) -> int:

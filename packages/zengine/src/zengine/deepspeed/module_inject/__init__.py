@@ -1,0 +1,24 @@
+"""`deepspeed.module_inject`: split layers, and the replacement of a model's layers by them."""
+
+from __future__ import annotations
+
+from zengine.deepspeed.module_inject import auto_tp, layers, replace_module, tp_shard
+from zengine.deepspeed.module_inject.auto_tp import AutoTP, ReplaceWithTensorSlicing
+from zengine.deepspeed.module_inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, Normalize
+from zengine.deepspeed.module_inject.modes import set_autotp_mode
+from zengine.deepspeed.module_inject.replace_module import replace_transformer_layer
+
+__all__ = [
+    "AutoTP",
+    "EmbeddingLayer",
+    "LinearAllreduce",
+    "LinearLayer",
+    "Normalize",
+    "ReplaceWithTensorSlicing",
+    "auto_tp",
+    "layers",
+    "replace_module",
+    "replace_transformer_layer",
+    "set_autotp_mode",
+    "tp_shard",
+]
