@@ -136,7 +136,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             ),
             *("PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
         },
-        "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
+        "zckpt": {
+            "CheckpointError",
+            "find",
+            "interchange",
+            "interchange.ForeignCheckpoint",
+            "interchange.read_deepspeed",
+        },
     },
     # stages send the first one their tensors, or abort
     "checkpoint/export.py": {
@@ -224,7 +230,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
     "checkpoint/consensus.py": {
         "zckpt": {
-            *("find", "Checkpoint", "MemoryCheckpoint"),
+            *("find", "Checkpoint", "MemoryCheckpoint", "interchange"),
+            *("interchange.ForeignCheckpoint", "interchange.detect_format", "interchange.read_deepspeed"),
             *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "CheckpointStateError", "Node"),
         },
         "zcomm": {"all_gather_object", "group_rank", "group_size"},

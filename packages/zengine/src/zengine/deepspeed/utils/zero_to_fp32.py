@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,11 @@ from zengine.checkpoint.weight_files import Entry, write_weights
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]
@@ -120,6 +125,35 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
+    """Return the path of rank 0's model states in a folder (save_dir/tag) of DeepSpeed; raises FileNotFoundError."""
+    name = f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt"
+    return get_checkpoint_files(checkpoint_dir, name)[0]
+
+
+def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
+    """Return the paths that match, in the order of the numbers in their names; raises FileNotFoundError for none."""
+    if not os.path.isdir(checkpoint_dir):
+        raise FileNotFoundError(f"directory {os.fspath(checkpoint_dir)!r} does not exist")
+    found = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
+    if not found:
+        raise FileNotFoundError(
+            f"can't find {glob_pattern} files in directory {os.fspath(checkpoint_dir)!r}: pass a folder that "
+            "DeepSpeed wrote, with its tag"
+        )
+    return sorted(found, key=lambda path: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", path)])
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of DeepSpeed's optimizer shards by rank; raises FileNotFoundError."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of DeepSpeed's model states by rank; raises FileNotFoundError."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 0."""
     parser = argparse.ArgumentParser(
@@ -154,7 +188,10 @@ def _is_deepspeed(folder: str | os.PathLike[str]) -> bool:
 
 
 def _read_zckpt(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_Weight]:
-    checkpoint = zckpt.find(folder, tag)
+    yield from _weights_of(zckpt.find(folder, tag))
+
+
+def _weights_of(checkpoint: zckpt.Checkpoint | zckpt.interchange.ForeignCheckpoint) -> Iterator[_Weight]:
     stateful = {name.partition(".")[2].partition(".")[2] for name in checkpoint.names() if not name.startswith(MODEL)}
     names_of = _names_of([name for name in checkpoint.names() if name.startswith(MODEL)], checkpoint.objects)
     for name, names in names_of.items():
@@ -166,17 +203,8 @@ def _read_zckpt(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_We
 
 
 def _read_deepspeed(folder: str | os.PathLike[str], tag: str | None, stack: ExitStack) -> Iterator[_Weight]:
-    parts: dict[str, list[Any]] = {}
-    stateful: set[str] = set()
     opened = stack.enter_context(zckpt.interchange.read_deepspeed(folder, tag))
-    for shard in opened.shards():
-        if shard.name.startswith(MODEL):
-            parts.setdefault(shard.name, []).append(shard)
-        else:
-            stateful.add(shard.name.partition(".")[2].partition(".")[2])
-    for name, names in _names_of(list(parts), opened.objects()).items():
-        shape, dtype = tuple(parts[name][0].global_shape), _fp32_of(parts[name][0].tensor.dtype)
-        yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(_join, parts[name]))
+    yield from _weights_of(zckpt.interchange.ForeignCheckpoint.of(opened))
 
 
 def _names_of(stored: Sequence[str], objects: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -187,21 +215,6 @@ def _names_of(stored: Sequence[str], objects: Mapping[str, Any]) -> dict[str, tu
         if name in found:
             found[name].append(alias.removeprefix(MODEL))
     return {name: tuple(names) for name, names in found.items()}
-
-
-def _join(shards: Sequence[Any]) -> Tensor:
-    """Join a tensor from the shards of its ranks: spans of boxes."""
-    whole = torch.empty(shards[0].global_shape, dtype=shards[0].tensor.dtype)
-    boxes: dict[Any, list[Any]] = {}
-    for shard in shards:
-        boxes.setdefault(shard.box, []).append(shard)
-    for box, members in boxes.items():
-        target = whole[tuple(slice(low, high) for low, high in box)] if box else whole
-        flat = torch.empty(target.numel(), dtype=whole.dtype)
-        for member in members:
-            flat[slice(*member.span)] = member.tensor.reshape(-1)
-        target.copy_(flat.view(target.shape))
-    return whole
 
 
 # Writing
