@@ -7,6 +7,7 @@ into one and two ranks, other stages, and other pipeline and expert-parallel deg
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+import zckpt
 import zcomm
 import zengine
 import zpartition.experts
 import zpartition.pipeline
-from zckpt.interchange import import_deepspeed
+from zckpt.interchange import export_universal, import_deepspeed
 from zcomm.testing import run_ranks
 from zengine.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -140,3 +142,82 @@ def test_the_engine_loads_folders_of_deepspeed_as_they_are(case, world_size):
         for losses, found in results:
             assert losses == wanted_losses(case)
             assert found in (None, ({"epoch": 2, "note": "odd sizes"}, 3, 64.0 if case.endswith("fp16") else 1.0))
+
+
+def test_a_damaged_folder_leaves_the_engine_unchanged(tmp_path):
+    """A byte of a moment, a parameter that is gone, masters of another run: the error names the file or key."""
+    for change, message in {"flip": "exp_avg.pt", "lose": "body.weight", "mix": "3.up.weight"}.items():
+        case = "pipe_zero1_fp32" if change == "mix" else "universal_zero1_bf16"
+        run = Path(shutil.copytree(FIXTURES / case, tmp_path / change))
+        if change == "flip":
+            (path,) = run.glob("*/zero/body.weight/exp_avg.pt")
+            data = bytearray(path.read_bytes())
+            data[data.index(b"PK\x03\x04", data.index(b"/data/0")) - 20] ^= 16
+            path.write_bytes(data)
+        elif change == "lose":
+            shutil.rmtree(next(run.glob("*/zero/body.weight")))
+        else:
+            (path,) = run.glob("*/layer_03-model_states.pt")
+            layer = torch.load(path, weights_only=True)
+            torch.save({**layer, "up.weight": layer["up.weight"] + 1}, path)
+        ((name, same),) = run_ranks(_load_damaged, 1, str(run), case)
+        assert message in name
+        assert same
+
+
+def _load_damaged(folder: str, case: str) -> tuple[str, bool]:
+    if case.startswith("pipe"):
+        layers = tiny.pipeline_layers(zpartition.pipeline)
+        model: Any = zpartition.pipeline.PipelineModule(layers, num_stages=1, loss_fn=tiny.pipeline_loss)
+        engine = zengine.initialize(model=model, config=tiny.config_of(case))[0]
+    else:
+        model = tiny.Tiny()
+        config = {key: value for key, value in tiny.config("zero1_bf16").items() if key != "data_types"}
+        engine = zengine.initialize(model=model, model_parameters=tiny.groups(model), config=config)[0]
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    with pytest.raises(zckpt.CheckpointError) as caught:
+        engine.load_checkpoint(folder)
+    same = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    steps = engine.global_steps
+    engine.close()
+    return str(caught.value), same and steps == 0
+
+
+def test_a_run_of_ours_goes_to_deepspeed_and_comes_back(tmp_path):
+    """Steps here, a universal folder, the same losses here again (resume.py of the fixtures tries DeepSpeed)."""
+    for losses, again in run_ranks(_there_and_back, 2, str(tmp_path)):
+        assert again == pytest.approx(losses, rel=1e-6)
+
+
+def _there_and_back(folder: str) -> tuple[list[float], list[float]]:
+    rank, data = zcomm.group_rank(), tiny.batches(4)
+
+    def start(stage: int) -> Any:
+        config = {
+            **tiny.config("zero2_bf16"),
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": stage},
+        }
+        model = tiny.Tiny()
+        return zengine.initialize(model=model, model_parameters=tiny.groups(model), config=config)[0]
+
+    def train(engine: Any, batches: Any) -> list[float]:
+        losses = []
+        for batch in batches:
+            engine.backward(engine(batch[rank * tiny.ROWS : (rank + 1) * tiny.ROWS]))
+            losses.append(engine.step().loss)
+        return losses
+
+    engine = start(3)
+    train(engine, data[:2])
+    engine.save_checkpoint(f"{folder}/ours", client_state={"epoch": 1})
+    losses = train(engine, data[2:])
+    engine.close()
+    if rank == 0:
+        export_universal(zckpt.find(f"{folder}/ours"), f"{folder}/back/global_step2_universal")
+    zcomm.barrier()
+    engine = start(1)
+    assert engine.load_checkpoint(f"{folder}/back")[1] == {"epoch": 1}
+    again = train(engine, data[2:])
+    engine.close()
+    return losses, again

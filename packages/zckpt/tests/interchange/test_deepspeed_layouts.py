@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -97,6 +98,36 @@ def test_an_opened_folder_fills_boxes_and_spans_of_other_dtypes() -> None:
             checkpoint.read([zckpt.Shard(name, (4, 7), ((0, 4), (0, 7)), (0, 28), torch.zeros(28))], strict=False)
 
 
+@attrs.frozen
+class Parts:
+    """A foreign format of one tensor."""
+
+    given: list[zckpt.Shard]
+    path: Path = Path("somewhere")
+    tag: str = "t"
+    step: int = 0
+
+    def objects(self) -> Any:
+        return {}
+
+    def shards(self) -> Any:
+        return self.given
+
+    def close(self) -> None: ...
+
+
+def test_parts_of_ranks_are_joined_by_box_and_span() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    places = [(((0, 3), (0, 2)), (0, 4)), (((0, 3), (0, 2)), (4, 6)), (((0, 3), (2, 4)), (0, 6))]
+    parts = [
+        zckpt.Shard("w", (3, 4), box, span, whole[:, slice(*box[1])].reshape(-1)[slice(*span)].clone())
+        for box, span in places
+    ]
+    assert torch.equal(ForeignCheckpoint.of(Parts(parts)).tensor("w"), whole)
+    with pytest.raises(CheckpointCorrupt, match=r"somewhere: its files hold 6 of the 12 elements of 'w'"):
+        ForeignCheckpoint.of(Parts(parts[:2]))
+
+
 def test_names_of_both_sides() -> None:
     for theirs, ours in {"3.up.weight": "layers.3.up.weight", "tied_modules.embed.w": "tied.embed.w"}.items():
         assert engine_name(theirs) == ours
@@ -127,11 +158,13 @@ def copy(tmp_path: Path) -> Any:
         ("pipe_zero1_fp32", "mp_rank_00_model_states.pt", "tensor-parallel rank 0 are missing"),
         ("universal_zero2_fp16", "zero/optimizer_state.pt", "optimizer_state.pt"),
         ("universal_zero2_fp16", "zero/body.weight/fp32.pt", "zero/body.weight has no fp32.pt"),
+        ("universal_zero2_fp16", "zero/body.weight", "zero/body.weight is missing"),
     ],
 )  # fmt: skip
 def test_a_missing_file_is_named(copy: Any, case: str, name: str, message: str) -> None:
     folder = copy(case)
-    (folder / name).unlink()
+    lost = folder / name
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
     with pytest.raises(CheckpointError, match=message), read_deepspeed(folder) as found:
         ForeignCheckpoint.of(found)
 

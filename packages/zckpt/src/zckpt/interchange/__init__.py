@@ -5,8 +5,9 @@
     zckpt.interchange.export_universal(zckpt.find("runs/new"), "runs/back/step30_universal")     # for DeepSpeed
 
 Nothing here unpickles.  A restricted interpreter reads `.pt` files into plain data and tensors (unpickler.py,
-torch_file.py), and files are mapped instead of loaded (zipmap.py).  Exports are safetensors and JSON, or torch's own
-distributed format; those for DeepSpeed are torch's files, written without pickling.  Foreign files are local paths; a zckpt root is anything that `zckpt.save` accepts.
+torch_file.py), and files are mapped instead of loaded (zipmap.py).  Exports are safetensors and JSON, torch's own
+distributed format, or for DeepSpeed torch's files, written without pickling.  Foreign files are local paths; a zckpt
+root is anything that `zckpt.save` accepts.
 """
 
 from __future__ import annotations

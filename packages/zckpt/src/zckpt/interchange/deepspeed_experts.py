@@ -1,7 +1,7 @@
 """DeepSpeed's mixture-of-experts layers: experts by number in the files, stacked in zpartition.
 
-DeepSpeed: `mlp.deepspeed_moe.gate.wg.weight`, and for each expert `mlp.deepspeed_moe.experts.deepspeed_experts.3.up.weight`,
-numbered locally on each expert-parallel rank (the files of experts have global numbers).  zpartition:
+DeepSpeed: `mlp.deepspeed_moe.gate.wg.weight`, and `mlp.deepspeed_moe.experts.deepspeed_experts.3.up.weight` for each
+expert, numbered locally on each expert-parallel rank (the files of experts have global numbers).  zpartition:
 `mlp.gate.weight`, and `mlp.experts.stacked.up.weight` with the experts in front, so an expert's tensor is a box of
 the stack.
 

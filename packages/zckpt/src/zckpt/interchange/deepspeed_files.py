@@ -92,11 +92,11 @@ class DeepSpeedFiles:
     def degrees(self) -> tuple[int, int]:
         """(pipeline stages, tensor-parallel ranks)."""
         saved = self.tp_ranks[0].model.get("checkpoint_parallel_dimensions")
-        found = [saved.get(key) for key in ("pp_degree", "tp_degree")] if isinstance(saved, dict) else []
+        found: list[Any] = [saved.get(key) for key in ("pp_degree", "tp_degree")] if isinstance(saved, dict) else []
         count = len(self.tp_ranks)
-        if len(found) == 2 and all(isinstance(each, int) and each > 0 for each in found):
-            if found[0] * found[1] == count:
-                return found[0], found[1]
+        is_known = len(found) == 2 and all(isinstance(each, int) and each > 0 for each in found)
+        if is_known and found[0] * found[1] == count:
+            return found[0], found[1]
         if not self.layers:
             return 1, count
         tensor = max(len(files) for files in self.layers.values())

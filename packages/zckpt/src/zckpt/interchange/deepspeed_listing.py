@@ -3,8 +3,8 @@
     mp_rank_00_model_states.pt                        model states of a model-parallel rank
     zero_pp_rank_1_mp_rank_00_model_states.pt         ... of a data-parallel rank, at stage 3
     zero_pp_rank_1_mp_rank_00_optim_states.pt         optimizer shard (with bf16_ or fp16_ in front in some releases)
-    layer_03-model_00-model_states.pt                 a layer of a pipeline, and its tensor-parallel rank if it has any
-    layer_1_expert_2_mp_rank_00_model_states.pt       an expert of a MoE layer (old releases: expert_2_... of all layers)
+    layer_03-model_00-model_states.pt                 layer of a pipeline, and its tensor-parallel rank if it has any
+    layer_1_expert_2_mp_rank_00_model_states.pt       expert of a MoE layer (old releases: expert_2_... of all layers)
     expp_rank_0_mp_rank_00_optim_states.pt            optimizer of an expert-parallel rank, without ZeRO
     zero/<parameter>/{fp32,exp_avg,...}.pt            a universal checkpoint
 
@@ -82,7 +82,7 @@ def list_files(folder: Path) -> Listing:
 
 
 def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
-    """Model-parallel rank -> its file names by (data- or expert-parallel) rank; CheckpointCorrupt if one is missing."""
+    """Model-parallel rank -> its file names by the other rank.  Raises CheckpointCorrupt if one is missing."""
     found: dict[int, dict[int, str]] = {}
     for name in names:
         if match := pattern.fullmatch(name):

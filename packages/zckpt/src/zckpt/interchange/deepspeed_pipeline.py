@@ -114,13 +114,13 @@ def _tied_by_value(optimized: Sequence[StatePart], layers: Mapping[str, Tensor])
     for name in layers:
         layer, _, rest = name.partition(".")
         names.setdefault(int(layer), set()).add(rest)
-    found = {}
-    for layer, mine in names.items():
-        if any(f"{layer}.{rest}" in masters for rest in mine):
+    found: dict[int, str] = {}
+    for number, mine in names.items():
+        if any(f"{number}.{rest}" in masters for rest in mine):
             continue
         for prefix, rests in prefixes.items():
-            if rests <= mine and all(_rounds(masters[f"{prefix}.{r}"], layers[f"{layer}.{r}"]) for r in rests):
-                found[layer] = prefix
+            if rests <= mine and all(_rounds(masters[f"{prefix}.{r}"], layers[f"{number}.{r}"]) for r in rests):
+                found[number] = prefix
     return found
 
 

@@ -41,6 +41,12 @@ def universal_parts(files: DeepSpeedFiles) -> list[StatePart]:
     frozen = rank.model.get("frozen_param_shapes") or {}
     shapes = _shapes(files.tp_ranks)
     step = _common_step(files.universal.optimizer)
+    if missing := sorted(set(shapes) - set(files.universal.params)):
+        raise CheckpointCorrupt(
+            f"{files.folder}/zero/{missing[0]} is missing: the model states list {len(shapes)} parameters, and "
+            f"{len(missing)} of them have no folder",
+            path=str(files.folder),
+        )
     found: list[StatePart] = []
     for name, states in files.universal.params.items():
         if FP32 not in states:

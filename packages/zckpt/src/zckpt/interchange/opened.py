@@ -4,8 +4,8 @@
         checkpoint = ForeignCheckpoint.of(found)
         checkpoint.read(shards)
 
-Each rank maps the files and copies the boxes and spans that it wants; a tensor is joined whole in memory first, one at
-a time.  Nothing is written.  A conversion (import_deepspeed) is faster to load again, and is verified on each load.
+Each rank maps the files and copies the boxes and spans that it wants; a tensor is joined whole in memory first, one
+at a time.  Nothing is written.  A conversion (import_deepspeed) is faster to load again.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ForeignCheckpoint:
         return tuple(sorted(self.manifest.tensors))
 
     def tensor(self, name: str) -> Tensor:
-        """Return one whole tensor in its stored dtype and global shape; raises CheckpointMismatch for another name."""
+        """Return one whole tensor in its stored dtype and shape; raises CheckpointMismatch for another name."""
         if name not in self.parts:
             raise CheckpointMismatch(f"checkpoint {self.path} has no tensor {name!r}")
         shards = self.parts[name]

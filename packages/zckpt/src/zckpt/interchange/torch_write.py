@@ -139,8 +139,9 @@ class _Program:
         self.code += b"(("
         self.text("storage")
         self.name("torch", _STORAGES[value.dtype])
-        for part in (str(len(self.tensors)), "cpu", value.numel()):
-            self.write(part)
+        self.text(str(len(self.tensors)))
+        self.text("cpu")
+        self.integer(value.numel())
         self.code += b"tQ"
         shape = tuple(value.shape)
         for part in (0, shape, torch.empty(shape, device="meta").stride(), False):

@@ -3,7 +3,7 @@
     export_universal(zckpt.find("runs/ours"), "runs/back/global_step30_universal")
     # DeepSpeed: "checkpoint": {"load_universal": true}, engine.load_checkpoint("runs/back")
 
-Every weight and moment is written whole, so DeepSpeed loads it at any stage and world size, also with pipeline stages.
+Every weight and moment is written whole, so DeepSpeed loads it at any stage and world size, and with pipeline stages.
 DeepSpeed does not load frozen parameters and buffers from such a folder: the model must have them.  Tensors pass
 through memory one at a time.  The folder is renamed to its name when it is complete.
 """
@@ -183,8 +183,7 @@ class _Export:
             "param_groups": groups,
             "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
         }
-        scaler = from_json(self.checkpoint.objects.get("scaler"))
-        kind, saved = (scaler.get("kind"), scaler.get("state")) if isinstance(scaler, dict) else ("", {})
+        kind, saved = self.part("scaler")
         if kind == "DynamicScaler":
             state |= {"loss_scaler": self.dynamic_scaler(saved), "dynamic_loss_scale": True}
         elif kind == "StaticScaler":
@@ -222,8 +221,8 @@ class _Export:
     def model(self, shapes: Mapping[str, tuple[int, ...]], module: Mapping[str, Tensor] | None) -> dict[str, Any]:
         """Content of the model states: counters, schedule, client state, frozen parameters and buffers."""
         objects = self.checkpoint.objects
-        scheduler, client = from_json(objects.get("scheduler")), from_json(objects.get("client_state"))
-        kind, state = (scheduler.get("kind"), scheduler.get("state")) if isinstance(scheduler, dict) else ("", None)
+        client = from_json(objects.get("client_state"))
+        kind, state = self.part("scheduler")
         tied = objects.get(TIED)
         return {
             "module": None if module is None else dict(module),
@@ -241,11 +240,29 @@ class _Export:
             "global_samples": self.clock("samples"),
             "dp_world_size": 1,
             "mp_world_size": 1,
-            "ds_config": dict(self.config),
+            "ds_config": self.named_config(),
             "ds_version": LAYOUT,
             "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
             **(client if isinstance(client, dict) else {}),
         }
+
+    def part(self, key: str) -> tuple[str, dict[str, Any]]:
+        """Class and state of the scaler or the schedule."""
+        saved = from_json(self.checkpoint.objects.get(key))
+        kind, state = (saved.get("kind"), saved.get("state")) if isinstance(saved, dict) else ("", {})
+        return str(kind), state if isinstance(state, dict) else {}
+
+    def named_config(self) -> dict[str, Any]:
+        """The configuration, with the classes of optimizer and schedule if it does not name them."""
+        optimizer = from_json(self.checkpoint.objects.get("optimizer"))
+        name = optimizer.get("kind") if isinstance(optimizer, dict) else ""
+        named: dict[str, Any] = (
+            {"optimizer": {"type": name, "params": {"adam_w_mode": name != "Adam"}}} if name else {}
+        )
+        schedule, _ = self.part("scheduler")
+        if schedule != "ConstantRate":
+            named["scheduler"] = {"type": schedule}
+        return {**named, **self.config}
 
     def left_out(self) -> list[str]:
         """Names that the model has and the checkpoint does not."""

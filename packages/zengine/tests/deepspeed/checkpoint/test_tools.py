@@ -14,12 +14,17 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.interchange import ForeignCheckpoint, read_deepspeed
+from zckpt.interchange import ForeignCheckpoint, read_deepspeed, write_torch_file
+from zengine import deepspeed
 from zengine.deepspeed import checkpoint
 from zengine.deepspeed.checkpoint import DeepSpeedCheckpoint, constants, ds_to_universal, model_3d_desc
 from zengine.deepspeed.checkpoint.reshape_meg_2d import get_mpu_ranks, reshape_meg_2d_parallel
 from zengine.deepspeed.checkpoint.reshape_utils import merge_state, partition_data
-from zengine.deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, create_checkpoint_engine
+from zengine.deepspeed.runtime.checkpoint_engine import (
+    CheckpointCommitInfo,
+    TorchCheckpointEngine,
+    create_checkpoint_engine,
+)
 from zengine.deepspeed.utils import zero_to_fp32
 
 FIXTURES = Path(__file__).resolve().parents[4] / "zckpt/tests/fixtures/deepspeed"
@@ -118,7 +123,7 @@ def test_constants_and_names_are_deepspeeds() -> None:
     assert constants.UNIVERSAL_CHECKPOINT_INFO == "universal_checkpoint_info"
     assert checkpoint.get_zero_ckpt_name_for_rank("a", 3, 1) == "a/zero_pp_rank_3_mp_rank_01_optim_states.pt"
     assert checkpoint.get_model_ckpt_name_for_rank("a", "02") == "a/mp_rank_02_model_states.pt"
-    assert checkpoint.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01-model_states.pt"
+    assert checkpoint.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"
 
 
 @pytest.mark.parametrize("case", ["zero2_fp16", "pipe_zero1_fp32"])
@@ -149,7 +154,7 @@ def test_files_by_kind_are_found_by_number(tmp_path: Path) -> None:
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     assert [Path(p).name[13:15] for p in zero_to_fp32.get_optim_files(tmp_path)] == ["0_", "2_", "10"]
     assert zero_to_fp32.get_model_state_file(PIPELINE, 1) == str(PIPELINE / "mp_rank_00_model_states.pt")
-    assert len(zero_to_fp32.get_model_state_files(PIPELINE)) == 6
+    assert len(zero_to_fp32.get_model_state_files(PIPELINE)) == 2
     for stage in (1, 3):
         with pytest.raises(FileNotFoundError, match=r"model_states.pt files in directory"):
             zero_to_fp32.get_model_state_file(tmp_path, stage)
@@ -174,3 +179,34 @@ def test_single_files_are_written_and_read_without_pickling(tmp_path: Path) -> N
     torch.save({"f": json.JSONDecoder}, path)
     with pytest.raises(zckpt.CheckpointCorrupt, match=r"json.decoder.JSONDecoder.*not allowed"):
         engine.load(path)
+
+
+def test_a_parameter_loads_its_states_from_a_universal_folder(tmp_path: Path) -> None:
+    """As Megatron-DeepSpeed's loader does: whole, or the part of a tensor rank."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(model=torch.nn.Linear(3, 4), config={**config, "zero_optimization": {"stage": 2}})[
+        0
+    ]
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    weight: Any = engine.module.weight
+    checkpoint.enable_universal_checkpoint([weight])
+    saved = {
+        "fp32": torch.arange(12.0).view(4, 3),
+        "exp_avg": torch.ones(4, 3),
+        "exp_avg_sq": torch.full((4, 3), 2.0),
+    }
+    for key, value in saved.items():
+        write_torch_file(tmp_path / f"{key}.pt", {"cat_dim": 0, "param": torch.cat([value, value + 100])})
+    write_torch_file(tmp_path / "step.pt", 7)
+    assert weight.load_hp_checkpoint_state(str(tmp_path), tp_rank=1, tp_world_size=2) == 7
+    assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(weight), saved["fp32"] + 100)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, key), saved[key] + 100)
+    with pytest.raises(zckpt.CheckpointMismatch, match=r"shape \(8, 3\), and the parameter \(4, 3\)"):
+        weight.load_hp_checkpoint_state(str(tmp_path), tp_rank=0, tp_world_size=1)
+    assert isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
+    assert engine._get_optimizer_ckpt_name("a", "t", 1) == "a/t/expp_rank_1_mp_rank_00_optim_states.pt"
+    info = checkpoint.SubparamShape(patterns=["a.*"], shape=((2, 2), 3), partition_dim=0)
+    assert (info.patterns, info.partition_dim) == (["a.*"], 0)
+    engine.close()

@@ -84,7 +84,8 @@ def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[Any]:
 
 
 def merge_state(state_a: Any, state_b: Any, key_list: Sequence[str] = ()) -> Any:
-    """Join the states of two ranks: tensors along dim 0, containers item by item; of other values, the first.
+    """Join the states of two ranks: tensors along dim 0, containers item by item; of other values, such as counts in
+    tensors of no dims, the first.
 
     Raises ValueError for different types or lengths.
     """
@@ -95,7 +96,7 @@ def merge_state(state_a: Any, state_b: Any, key_list: Sequence[str] = ()) -> Any
         return merge_state_dict(state_a, state_b, key_list)
     if isinstance(state_a, (list, tuple)):
         return type(state_a)(merge_state_list(state_a, state_b, key_list))
-    return torch.cat([state_a, state_b]) if isinstance(state_a, torch.Tensor) else state_a
+    return torch.cat([state_a, state_b]) if isinstance(state_a, torch.Tensor) and state_a.dim() else state_a
 
 
 def merge_state_dict(dict_a: Any, dict_b: Any, key_list: Sequence[str] = ()) -> Any:
