@@ -226,6 +226,24 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # global shapes of experts
     "build/agreement.py": {"zcomm": {"all_gather_object"}, "zpartition": {"FullTensors", "expert_shards_of"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
+    "checkpoint/single_files.py": {"zckpt": {"interchange.read_torch_file", "interchange.write_torch_file"}},
+    "deepspeed/checkpoint/deepspeed_checkpoint.py": {"zckpt": {"interchange.read_torch_file"}},
+    "deepspeed/checkpoint/reshape_3d_utils.py": {"zckpt": {"interchange.read_torch_file"}},
+    "deepspeed/checkpoint/zero_checkpoint.py": {"zckpt": {"interchange.read_torch_file"}},
+    "deepspeed/checkpoint/universal_checkpoint.py": {
+        "zckpt": {"CheckpointMismatch", "interchange.read_torch_file"},
+    },
+    "deepspeed/checkpoint/ds_to_universal.py": {
+        "zckpt": {
+            *(
+                "CheckpointInputError",
+                "open_checkpoint",
+                "interchange.ForeignCheckpoint",
+                "interchange.detect_format",
+            ),
+            *("interchange.export_universal", "interchange.read_deepspeed"),
+        },
+    },
     "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng"}, "zpartition": {"state_shards"}},
     "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
     "checkpoint/consensus.py": {
