@@ -388,6 +388,14 @@ class DeepSpeedEngine(Engine):
         export.load_module_state_dict(self._run, checkpoint, strict=strict, custom_load_fn=custom_load_fn)
 
     @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Names of the weights of embeddings, if their gradients are reduced as sparse tensors; else none."""
+        if not self.sparse_gradients_enabled():
+            return set()
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        return {f"{name}.weight" for name, child in self.module.named_modules() if isinstance(child, kinds)}
+
+    @property
     def checkpoint_engine(self) -> Any:
         """A TorchCheckpointEngine, for single files of the caller; `save_checkpoint` does not use it."""
         from zengine.checkpoint.single_files import TorchCheckpointEngine

@@ -183,6 +183,7 @@ def test_a_parameter_loads_its_states_from_a_universal_folder(tmp_path: Path) ->
         weight.load_hp_checkpoint_state(str(tmp_path), tp_rank=0, tp_world_size=1)
     assert isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
     assert engine._get_optimizer_ckpt_name("a", "t", 1) == "a/t/expp_rank_1_mp_rank_00_optim_states.pt"
+    assert engine.sparse_tensor_module_names == set()
     info = checkpoint.SubparamShape(patterns=["a.*"], shape=((2, 2), 3), partition_dim=0)
     assert (info.patterns, info.partition_dim) == (["a.*"], 0)
     engine.close()
