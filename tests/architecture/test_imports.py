@@ -136,7 +136,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             ),
             *("PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
         },
-        "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
+        "zckpt": {
+            "CheckpointError",
+            "find",
+            "interchange",
+            "interchange.ForeignCheckpoint",
+            "interchange.read_deepspeed",
+        },
     },
     # stages send the first one their tensors, or abort
     "checkpoint/export.py": {
@@ -225,10 +231,29 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
     "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng", "whole"}, "zpartition": {"state_shards"}},
     "deepspeed/utils/state_files.py": {"zckpt": {"find", "Checkpoint", "whole"}},
+    "checkpoint/single_files.py": {"zckpt": {"interchange.read_torch_file", "interchange.write_torch_file"}},
+    "deepspeed/checkpoint/deepspeed_checkpoint.py": {"zckpt": {"interchange.read_torch_file"}},
+    "deepspeed/checkpoint/reshape_3d_utils.py": {"zckpt": {"interchange.read_torch_file"}},
+    "deepspeed/checkpoint/zero_checkpoint.py": {"zckpt": {"interchange.read_torch_file"}},
+    "deepspeed/checkpoint/universal_checkpoint.py": {
+        "zckpt": {"CheckpointMismatch", "interchange.read_torch_file"},
+    },
+    "deepspeed/checkpoint/ds_to_universal.py": {
+        "zckpt": {
+            *(
+                "CheckpointInputError",
+                "open_checkpoint",
+                "interchange.ForeignCheckpoint",
+                "interchange.detect_format",
+            ),
+            *("interchange.export_universal", "interchange.read_deepspeed"),
+        },
+    },
     "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
     "checkpoint/consensus.py": {
         "zckpt": {
-            *("find", "Checkpoint", "MemoryCheckpoint"),
+            *("find", "Checkpoint", "MemoryCheckpoint", "interchange"),
+            *("interchange.ForeignCheckpoint", "interchange.detect_format", "interchange.read_deepspeed"),
             *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "CheckpointStateError", "Node"),
         },
         "zcomm": {"all_gather_object", "group_rank", "group_size"},

@@ -49,6 +49,18 @@ def test_a_deepspeed_folder_comes_in(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert any(name.startswith("optimizer.") for name in find(tmp_path).names())
 
 
+def test_a_deepspeed_folder_goes_back_as_a_universal_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for case, options in {"pipe_zero0_fp32": ["--tied-layer", "embed=0"], "moe_zero1_fp32": []}.items():
+        ours, back = tmp_path / case, tmp_path / f"{case}_universal"
+        assert main(["import", str(DEEPSPEED / case), str(ours), *options]) == OK, capsys.readouterr().err
+        assert main(["export", str(ours), str(back / "step3"), "--to", "deepspeed"]) == OK, capsys.readouterr().err
+        assert main(["import", str(back), str(tmp_path / f"{case}_again"), "--tag", "step3"]) == OK
+        assert main(["diff", str(ours), str(tmp_path / f"{case}_again"), "--tensors-only"]) == OK
+    assert (tmp_path / "pipe_zero0_fp32_universal/step3/zero/tied_modules.embed.word.weight/fp32.pt").is_file()
+    assert main(["import", str(DEEPSPEED / "zero1_fp32"), str(tmp_path / "x"), "--tied-layer", "embed"]) == USAGE
+    assert "write KEY=LAYER" in capsys.readouterr().err
+
+
 def test_what_is_not_recognised_or_in_the_way_is_status_two(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run.parent / "odd").mkdir()
     assert main(["import", str(run.parent / "odd"), str(run)]) == USAGE

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
-from zckpt.interchange.deepspeed_files import choose_folder, open_files
+from zckpt.interchange.deepspeed_files import open_files
+from zckpt.interchange.deepspeed_listing import choose_folder
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 
@@ -81,8 +82,8 @@ def test_files_of_two_saves_are_an_error(run: Path) -> None:
 
 
 def test_what_is_not_read_is_refused_by_name(run: Path) -> None:
-    (step(run) / "layer_00-model_00-model_states.pt").touch()
-    with pytest.raises(CheckpointInputError, match=r"layer_00.*pipelines, of experts"):
+    (step(run) / "layer_00-model_00-expert_states.pt").touch()
+    with pytest.raises(CheckpointInputError, match=r"layer_00-model_00-expert.*no file of a DeepSpeed checkpoint"):
         open_files(step(run))
 
 

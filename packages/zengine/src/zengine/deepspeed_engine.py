@@ -12,6 +12,7 @@ with DeepSpeed's signature whose body is a call.  These names hide attributes of
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
@@ -400,6 +401,25 @@ class DeepSpeedEngine(Engine):
         custom_load_fn: `f(src=state_dict, dst=module)`, called instead of the copy while the weights are gathered.
         """
         export.load_module_state_dict(self._run, checkpoint, strict=strict, custom_load_fn=custom_load_fn)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Names of the weights of embeddings, if their gradients are reduced as sparse tensors; else none."""
+        if not self.sparse_gradients_enabled():
+            return set()
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        return {f"{name}.weight" for name, child in self.module.named_modules() if isinstance(child, kinds)}
+
+    @property
+    def checkpoint_engine(self) -> Any:
+        """A TorchCheckpointEngine, for single files of the caller; `save_checkpoint` does not use it."""
+        from zengine.checkpoint.single_files import TorchCheckpointEngine
+
+        return TorchCheckpointEngine()
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
+        """Return the path of DeepSpeed's optimizer file of an expert-parallel rank; our checkpoints have none."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the weights in their compute dtype on rank 0's CPU; None on other ranks.  All ranks call."""

@@ -21,6 +21,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     found = resolve(arguments.path, arguments.tag)
     if arguments.to == "dcp":
         made = interchange.export_dcp(found, arguments.target)
+    elif arguments.to == "deepspeed":
+        made = interchange.export_universal(found, arguments.target, pipeline=arguments.pipeline or None)
     else:
         made = interchange.export_huggingface(
             found,
@@ -40,7 +42,8 @@ def run_import(arguments: argparse.Namespace) -> int:
             arguments.source,
             arguments.root,
             tag=arguments.tag,
-            tensor_parallel=dict(map(pattern_of, arguments.tensor_parallel)),
+            tensor_parallel=dict(pattern_of(text, "--tensor-parallel") for text in arguments.tensor_parallel),
+            tied_layers=dict(pattern_of(text, "--tied-layer") for text in arguments.tied_layer),
             optimizer=arguments.optimizer,
             scheduler=arguments.scheduler,
         )
@@ -66,8 +69,11 @@ def size_of(text: str) -> int:
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
-def pattern_of(text: str) -> tuple[str, int]:
-    pattern, equals, dim = text.rpartition("=")
-    if not equals or not dim.isdecimal():
-        raise CheckpointInputError(f"--tensor-parallel {text!r}: write PATTERN=DIM, such as '*.q_proj.weight=0'")
-    return pattern, int(dim)
+def pattern_of(text: str, option: str = "--tensor-parallel") -> tuple[str, int]:
+    pattern, equals, number = text.rpartition("=")
+    if not equals or not number.isdecimal():
+        form = (
+            "KEY=LAYER, such as embed=0" if option == "--tied-layer" else "PATTERN=DIM, such as '*.q_proj.weight=0'"
+        )
+        raise CheckpointInputError(f"{option} {text!r}: write {form}")
+    return pattern, int(number)

@@ -132,9 +132,13 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", help="checkpoint of a root")
     parser.add_argument(
         "--to",
-        choices=("hf", "dcp"),
+        choices=("hf", "dcp", "deepspeed"),
         default="hf",
-        help="hf: Hugging Face safetensors with an index (default); dcp: torch.distributed.checkpoint",
+        help="hf: Hugging Face safetensors with an index (default); dcp: torch.distributed.checkpoint; deepspeed: a "
+        "universal checkpoint",
+    )
+    parser.add_argument(
+        "--pipeline", action="store_true", help="deepspeed: names of a pipeline (default: if the run had stages)"
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="hf: dtype of floating-point tensors (default: as stored)")
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="hf: maximum file size (default 5GB)")
@@ -160,6 +164,13 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATTERN=DIM",
         help="deepspeed: dim along which tensor-parallel shards of matching names are joined; repeatable",
+    )
+    parser.add_argument(
+        "--tied-layer",
+        action="append",
+        default=[],
+        metavar="KEY=LAYER",
+        help="deepspeed: first layer of a pipeline's tied layer, which ZeRO stage 0 does not save; repeatable",
     )
     parser.add_argument("--optimizer", default="", help="deepspeed: optimizer class, if its config names none")
     parser.add_argument("--scheduler", default="", help="deepspeed: scheduler class, if its config names none")

@@ -2,10 +2,12 @@
 
     zckpt.interchange.import_deepspeed("runs/old", "runs/new")      # then load "runs/new" at any world size and stage
     zckpt.interchange.export_huggingface(zckpt.find("runs/new"), "weights", dtype=torch.bfloat16)
+    zckpt.interchange.export_universal(zckpt.find("runs/new"), "runs/back/step30_universal")     # for DeepSpeed
 
 Nothing here unpickles.  A restricted interpreter reads `.pt` files into plain data and tensors (unpickler.py,
-torch_file.py), and files are mapped instead of loaded (zipmap.py).  Exports are safetensors and JSON, or torch's own
-distributed format.  Foreign files are local paths; a zckpt root is anything that `zckpt.save` accepts.
+torch_file.py), and files are mapped instead of loaded (zipmap.py).  Exports are safetensors and JSON, torch's own
+distributed format, or for DeepSpeed torch's files, written without pickling.  Foreign files are local paths; a zckpt
+root is anything that `zckpt.save` accepts.
 """
 
 from __future__ import annotations
@@ -20,22 +22,30 @@ from zckpt.interchange.dcp import export_dcp, import_dcp
 from zckpt.interchange.deepspeed import DeepSpeedCheckpoint, import_deepspeed, read_deepspeed
 from zckpt.interchange.engine_state import tied_weights
 from zckpt.interchange.huggingface import export_huggingface
+from zckpt.interchange.opened import ForeignCheckpoint
 from zckpt.interchange.patchwork import Patchwork
+from zckpt.interchange.torch_file import read_torch_file
+from zckpt.interchange.torch_write import write_torch_file
+from zckpt.interchange.universal_export import export_universal
 from zckpt.interchange.weights import Weights, import_weights, read_weights
 
 __all__ = [
     "DeepSpeedCheckpoint",
+    "ForeignCheckpoint",
     "Patchwork",
     "Weights",
     "detect_format",
     "export_dcp",
     "export_huggingface",
+    "export_universal",
     "import_dcp",
     "import_deepspeed",
     "import_weights",
     "read_deepspeed",
+    "read_torch_file",
     "read_weights",
     "tied_weights",
+    "write_torch_file",
 ]
 
 DEEPSPEED, DCP, HUGGINGFACE, STATE_DICT = "deepspeed", "dcp", "huggingface", "state_dict"
@@ -72,7 +82,8 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
 def _is_deepspeed_run(path: Path) -> bool:
     """True for a run folder of DeepSpeed: `save_16bit_model` puts pytorch_model.bin beside the tags."""
-    return (path / "latest").is_file() and any(path.glob("*/*mp_rank_*_model_states.pt"))
+    latest = (path / name for name in ("latest", "latest_universal"))
+    return any(file.is_file() for file in latest) and any(path.glob("*/*mp_rank_*_model_states.pt"))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,33 +1,30 @@
-"""The files of a DeepSpeed checkpoint: found by name, opened and checked.
+"""The files of a DeepSpeed checkpoint, opened and checked.
 
-Each tensor-parallel rank has model states, and the optimizer shards of its data-parallel ranks.  No value is used
-before the content of a file matches its name.  Unsupported features (experts, pipelines) raise instead of being
-skipped.
+Each model-parallel rank has model states, and the optimizer shards of its data-parallel ranks; a pipeline has a file
+for each layer, a model with experts one for each expert, and a universal checkpoint a folder for each parameter
+(names in deepspeed_listing.py).  No value is used before the content of a file matches its name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import attrs
 from torch import Tensor
 
-from zckpt.errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
+from zckpt.errors import CheckpointCorrupt
 from zckpt.interchange.deepspeed_flat import Shapes
+from zckpt.interchange.deepspeed_listing import UNIVERSAL, Listing, list_files
 from zckpt.interchange.torch_file import TorchFile, open_torch_file
 from zckpt.interchange.unpickler import Record
 
-_MODEL = re.compile(r"mp_rank_(?P<tp>\d{2,6})_model_states\.pt")
-_MODEL_PART = re.compile(r"zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<tp>\d{2,6})_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<tp>\d{2,6})_optim_states\.pt")
-_UNKNOWN = re.compile(r"(layer_|expp_rank_|zero$).*")
-_MAX_LATEST_NBYTES = 4096
 _STATE = "optimizer_state_dict"
+EXPERTS = "deepspeed_experts."  # in the name of each parameter of an expert, before its number
 
 
 @final
@@ -65,13 +62,47 @@ class TensorParallelRank:
 
 @final
 @attrs.frozen(eq=False)
+class UniversalState:
+    """A universal checkpoint's folder `zero`."""
+
+    params: Mapping[str, Mapping[str, Any]]  # parameter -> key (fp32, exp_avg, step, ...) -> content of its file
+    optimizer: dict[str, Any]  # loss scale, parameter groups
+
+
+@final
+@attrs.frozen(eq=False)
 class DeepSpeedFiles:
     """All files of one checkpoint, open."""
 
     folder: Path
     tag: str
-    tp_ranks: tuple[TensorParallelRank, ...]
+    tp_ranks: tuple[TensorParallelRank, ...]  # all model-parallel ranks
     opened: tuple[TorchFile, ...]
+    layers: Mapping[int, Sequence[dict[str, Any]]] = MappingProxyType({})  # of a pipeline, by tensor-parallel rank
+    experts: Mapping[tuple[int, int], dict[str, Any]] = MappingProxyType({})  # by (MoE layer, expert)
+    expert_optimizers: tuple[dict[str, Any], ...] = ()  # by expert-parallel rank
+    universal: UniversalState | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if layers have files of their own (or had, before the checkpoint became universal)."""
+        return bool(self.layers) or (self.universal is not None and self.tp_ranks[0].model["module"] is None)
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """(pipeline stages, tensor-parallel ranks)."""
+        saved = self.tp_ranks[0].model.get("checkpoint_parallel_dimensions")
+        found: list[Any] = [saved.get(key) for key in ("pp_degree", "tp_degree")] if isinstance(saved, dict) else []
+        count = len(self.tp_ranks)
+        is_known = len(found) == 2 and all(isinstance(each, int) and each > 0 for each in found)
+        if is_known and found[0] * found[1] == count:
+            return found[0], found[1]
+        if not self.layers:
+            return 1, count
+        tensor = max(len(files) for files in self.layers.values())
+        if count % tensor:
+            raise CheckpointCorrupt(f"{self.folder}: {count} model states do not divide by {tensor} files of a layer")
+        return count // tensor, tensor
 
     def verify(self) -> None:
         for each in self.opened:
@@ -82,98 +113,66 @@ class DeepSpeedFiles:
             each.close()
 
 
-def choose_folder(path: Path, tag: str | None) -> Path:
-    """The folder of one checkpoint: `path` itself if it has model states, else the one of `tag` or `latest`."""
-    if not path.is_dir():
-        raise CheckpointNotFound(f"{path} is not a folder", path=str(path))
-    if tag is None and any(
-        _MODEL.fullmatch(each.name) or _MODEL_PART.fullmatch(each.name) for each in path.iterdir()
-    ):
-        return path
-    if tag is None:
-        tag = _latest(path)
-    if "/" in tag or "\\" in tag or tag in ("", ".", "..") or "\0" in tag:
-        raise CheckpointInputError(f"tag {tag[:80]!r} is not the name of a folder in {path}")
-    if not (path / tag).is_dir():
-        known = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir())[:10]) or "none"
-        raise CheckpointNotFound(f"{path} has no checkpoint {tag!r}; folders there: {known}", path=str(path))
-    return path / tag
-
-
-def _latest(path: Path) -> str:
-    try:
-        with open(path / "latest", "rb") as file:
-            return file.read(_MAX_LATEST_NBYTES).decode().strip()
-    except FileNotFoundError:
-        raise CheckpointNotFound(
-            f"{path} has neither model states (mp_rank_XX_model_states.pt) nor a file `latest`: pass the folder of a "
-            "tag, or a tag",
-            path=str(path),
-        ) from None
-    except UnicodeDecodeError:
-        raise CheckpointCorrupt(f"{path / 'latest'} is not text", path=str(path / "latest")) from None
-
-
 def open_files(folder: Path) -> DeepSpeedFiles:
     """Open the files by rank.  Raises CheckpointCorrupt if one is missing, damaged, or contradicts its name."""
-    names = sorted(each.name for each in folder.iterdir())
-    if unsupported := [name for name in names if _UNKNOWN.fullmatch(name)]:
-        raise CheckpointInputError(
-            f"{folder} holds {unsupported[0]!r}: checkpoints of pipelines, of experts and universal checkpoints are "
-            "not supported. Save from an engine without pipeline stages and experts, or export the weights with "
-            "DeepSpeed",
-            path=str(folder),
-        )
-    models, shards = (
-        _files_by_rank(names, _MODEL_PART) or _files_by_rank(names, _MODEL),
-        _files_by_rank(names, _OPTIMIZER),
-    )
-    if not models:
-        raise CheckpointNotFound(f"{folder} has no model states (mp_rank_XX_model_states.pt)", path=str(folder))
+    names = list_files(folder)
     opened: list[TorchFile] = []
     with contextlib.ExitStack() as stack:
 
-        def read(name: str, key: str) -> dict[str, Any]:
+        def read(name: str) -> Any:
             opened.append(open_torch_file(folder / name))
             stack.callback(opened[-1].close)
             opened[-1].verify()
-            return _check_key(opened[-1].value, key, folder / name)
+            return opened[-1].value
 
-        tp_ranks = tuple(
-            TensorParallelRank(
-                models=tuple(read(name, "module") for name in models[tp_rank]),
-                shards=tuple(_optimizer_state(read(name, _STATE), folder / name) for name in shards.get(tp_rank, [])),
-            )
-            for tp_rank in sorted(models)
-        )
-        if problem := _ranks_problem(tp_ranks, {*models} ^ {*shards} if shards else set()):
+        found = _opened(folder, names, read)
+        unpaired = {*names.models} ^ {*names.shards} if names.shards else set()
+        if problem := _ranks_problem(found.tp_ranks, unpaired):
             raise CheckpointCorrupt(f"{folder}: {problem}", path=str(folder))
         stack.pop_all()
-    return DeepSpeedFiles(folder, folder.resolve().name, tp_ranks, tuple(opened))
+    return attrs.evolve(found, opened=tuple(opened))
 
 
-def _files_by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
-    """Tensor-parallel rank -> its file names by data-parallel rank.  Raises CheckpointCorrupt if one is missing."""
-    found: dict[int, dict[int, str]] = {}
-    for name in names:
-        if match := pattern.fullmatch(name):
-            fields = match.groupdict()
-            ranks = found.setdefault(int(fields["tp"]), {})
-            if ranks.setdefault(int(fields.get("rank") or 0), name) != name:
-                raise CheckpointCorrupt(
-                    f"{name!r} and {ranks[int(fields['rank'])]!r} hold the same part: files of two runs are mixed"
-                )
-    for tp_rank, ranks in found.items():
-        if missing := sorted(set(range(len(ranks))) - set(ranks)):
-            raise CheckpointCorrupt(
-                f"there is {ranks[max(ranks)]!r}, but data-parallel rank {missing[0]} of mp_rank_{tp_rank:02d} is "
-                "missing"
+def _opened(folder: Path, names: Listing, read: Callable[[str], Any]) -> DeepSpeedFiles:
+    def entry(name: str, key: str) -> dict[str, Any]:
+        return _check_key(read(name), key, folder / name)
+
+    def tensors(name: str) -> dict[str, Any]:
+        value = read(name)
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise CheckpointCorrupt(f"{folder / name} contradicts its name: it is no dict of tensors by name")
+        return value
+
+    return DeepSpeedFiles(
+        folder,
+        folder.resolve().name,
+        tuple(
+            TensorParallelRank(
+                models=tuple(entry(name, "module") for name in names.models[rank]),
+                shards=tuple(
+                    _optimizer_state(entry(name, _STATE), folder / name) for name in names.shards.get(rank, [])
+                ),
             )
-    if missing := sorted(set(range(len(found))) - set(found)):
-        raise CheckpointCorrupt(
-            f"the files of tensor-parallel rank {missing[0]} are missing (mp_rank_{missing[0]:02d})"
-        )
-    return {tp_rank: [ranks[rank] for rank in sorted(ranks)] for tp_rank, ranks in found.items()}
+            for rank in sorted(names.models)
+        ),
+        (),
+        {layer: [tensors(name) for name in files] for layer, files in names.layers.items()},
+        {at: tensors(name) for at, name in names.experts.items()},
+        tuple(entry(name, "optimizer") for name in names.expert_optimizers),
+        _universal(folder, read) if names.is_universal else None,
+    )
+
+
+def _universal(folder: Path, read: Callable[[str], Any]) -> UniversalState:
+    params: dict[str, dict[str, Any]] = {}
+    for each in sorted((folder / UNIVERSAL).iterdir()):
+        if each.is_dir() and not each.is_symlink():
+            files = sorted(file for file in each.iterdir() if file.suffix == ".pt")
+            params[each.name] = {file.stem: read(f"{UNIVERSAL}/{each.name}/{file.name}") for file in files}
+    state = read(f"{UNIVERSAL}/optimizer_state.pt")
+    if not isinstance(state, dict):
+        raise CheckpointCorrupt(f"{folder / UNIVERSAL / 'optimizer_state.pt'} is not a dict")
+    return UniversalState(params, state)
 
 
 def _check_key(value: Any, key: str, path: Path) -> dict[str, Any]:
@@ -195,6 +194,8 @@ def _ranks_problem(tp_ranks: Sequence[TensorParallelRank], unpaired: set[int]) -
     for number, tp_rank in enumerate(tp_ranks):
         if any(shard.get("ds_zero_partition_groups") is not None for shard in tp_rank.shards):
             return f"tensor-parallel rank {number}: experts with partition groups of their own are not supported"
+        if tp_rank.model.get("ds_autoep_layers"):
+            return "AutoEP's experts (ds_autoep_layers) are not supported: convert the checkpoint with DeepSpeed"
         counts = {len(tp_rank.shards), *_partition_counts(tp_rank)} if tp_rank.shards else set()
         if len(counts) > 1:
             return (
@@ -211,10 +212,16 @@ def _ranks_problem(tp_ranks: Sequence[TensorParallelRank], unpaired: set[int]) -
 
 
 def _partition_counts(tp_rank: TensorParallelRank) -> set[int]:
-    saved = [shard.get("partition_count") for shard in tp_rank.shards]
-    return {
-        count for each in saved for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)
-    }
+    """Numbers of ranks over which groups are split; groups of experts, split over fewer, do not count."""
+    groups = tp_rank.model.get("param_shapes")
+    groups = groups if isinstance(groups, list) else []
+    found = set()
+    for saved in (shard.get("partition_count") for shard in tp_rank.shards):
+        for index, count in enumerate(saved if isinstance(saved, list) else [saved]):
+            is_expert = index < len(groups) and any(EXPERTS in str(name) for name in groups[index])
+            if isinstance(count, int) and not is_expert:
+                found.add(count)
+    return found
 
 
 def shape_of(value: Any, name: str) -> tuple[int, ...]:

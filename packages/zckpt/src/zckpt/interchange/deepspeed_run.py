@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
 from zckpt.format.canonical import JSON
-from zckpt.interchange.deepspeed_files import DeepSpeedFiles, TensorParallelRank
+from zckpt.interchange.deepspeed_files import DeepSpeedFiles
 from zckpt.interchange.deepspeed_tensors import STEP, aliases
 from zckpt.interchange.engine_state import TIED, engine_objects, to_json
 from zckpt.interchange.unpickler import Record
 
-_OPTIONS = (
+OPTIONS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"),
     *("bias_correction", "amsgrad", "maximize", "rho", "lr_decay"),
 )
@@ -49,29 +49,62 @@ class ClassNames:
     scheduler: str = ""
 
 
-def run_objects(files: DeepSpeedFiles, class_names: ClassNames) -> dict[str, JSON]:
-    """The JSON values of the checkpoint."""
+def run_objects(
+    files: DeepSpeedFiles, class_names: ClassNames, engine_name: Callable[[str], str] = str
+) -> dict[str, JSON]:
+    """The JSON values of the checkpoint.  engine_name: our name of a parameter, for DeepSpeed's."""
     tp_rank = files.tp_ranks[0]
     config = tp_rank.model.get("ds_config")
     config = config if isinstance(config, dict) else {}
     client, left = _client_state(tp_rank.model)
+    whole = [each for each in files.tp_ranks if each.model.get("module") is not None]
     saved = {
         "client_state": client,
         "clock": _clock(tp_rank.model, config),
-        "optimizer": _optimizer(tp_rank, config, class_names.optimizer),
+        "optimizer": _optimizer(files, config, class_names.optimizer),
         "scheduler": _scheduler(tp_rank.model, config, class_names.scheduler),
-        "scaler": _scaler(tp_rank),
-        TIED: {alias: name for tp_rank in files.tp_ranks for alias, name in aliases(tp_rank).items()},
+        "scaler": _scaler(_optimizer_state(files)),
+        TIED: {engine_name(a): engine_name(name) for tp_rank in whole for a, name in aliases(tp_rank).items()},
     }
+    if files.universal is not None and files.is_pipeline:  # DeepSpeed's tool leaves the layers' buffers out
+        buffers = [str(name) for each in files.tp_ranks for name in each.model.get("buffer_names") or ()]
+        saved["left_out"] = sorted(
+            {engine_name(name) for name in buffers} - set(_universal_names(files, engine_name))
+        )
+    stages, tensor = files.degrees
     source = {
         "from": "DeepSpeed",
         "version": reprlib.repr(tp_rank.model.get("ds_version")).strip("'"),
         "tag": files.tag,
-        "stage": tp_rank.stage,
-        "world": [len(tp_rank.shards) or _count(tp_rank.model.get("dp_world_size")) or 1, len(files.tp_ranks)],
+        "stage": _stage(files),
+        "world": [len(tp_rank.shards) or _count(tp_rank.model.get("dp_world_size")) or 1, tensor],
         "config": to_json(config, left, "ds_config"),
     }
+    if files.is_pipeline:
+        source["pipeline"] = stages
     return engine_objects(saved, {**source, "left_out": sorted(left)})
+
+
+def _universal_names(files: DeepSpeedFiles, engine_name: Callable[[str], str]) -> list[str]:
+    return [] if files.universal is None else [engine_name(name) for name in files.universal.params]
+
+
+def _stage(files: DeepSpeedFiles) -> int:
+    """ZeRO stage that saved the checkpoint."""
+    if files.universal is None:
+        return files.tp_ranks[0].stage
+    saved = files.universal.optimizer.get("zero_stage", 1)
+    value = saved.args[0] if isinstance(saved, Record) and saved.args else saved
+    return value if value in (0, 1, 2, 3) else 1
+
+
+def _optimizer_state(files: DeepSpeedFiles) -> Mapping[str, Any]:
+    """The dict that holds the optimizer's groups and the loss scale."""
+    if files.universal is not None:
+        return files.universal.optimizer
+    if files.tp_ranks[0].shards:
+        return files.tp_ranks[0].shards[0]
+    return files.expert_optimizers[0] if files.expert_optimizers else files.tp_ranks[0].model
 
 
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
@@ -102,12 +135,15 @@ def _clock(model: Mapping[str, Any], config: Mapping[str, Any]) -> JSON:
     }
 
 
-def _optimizer(tp_rank: TensorParallelRank, config: Mapping[str, Any], kind: str) -> JSON:
-    source = tp_rank.shards[0] if tp_rank.shards else tp_rank.model
+def _optimizer(files: DeepSpeedFiles, config: Mapping[str, Any], kind: str) -> JSON:
+    source = _optimizer_state(files)
     saved = source.get("base_optimizer_state") or source.get("optimizer_state_dict") or source.get("optimizer")
+    if files.universal is not None:
+        states = next((keys for keys in files.universal.params.values() if len(keys) > 1), {})
+        saved = {"param_groups": source.get("param_groups"), "state": {0: states}}
     if not isinstance(saved, dict) or not saved.get("param_groups"):
         return None
-    groups = [{key: to_json(group[key]) for key in _OPTIONS if key in group} for group in saved["param_groups"]]
+    groups = [{key: to_json(group[key]) for key in OPTIONS if key in group} for group in saved["param_groups"]]
     return {"kind": kind or _optimizer_kind(saved, config), "groups": groups}
 
 
@@ -125,7 +161,7 @@ def _optimizer_kind(saved: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if {"exp_avg", "exp_avg_sq"} <= set(states):
         return "AdamW" if first.get("decoupled_weight_decay", True) else "Adam"
     return {"exp_avg": "Lion", "momentum_buffer": "SGD", "sum": "Adagrad"}.get(
-        next(iter(set(states) - {STEP}), ""), ""
+        next(iter(set(states) - {STEP, "fp32"}), ""), ""
     )
 
 
@@ -138,9 +174,9 @@ def _scheduler(model: Mapping[str, Any], config: Mapping[str, Any], kind: str) -
     return {"kind": kind or named or "an unnamed schedule of the caller", "state": to_json(plain)}
 
 
-def _scaler(tp_rank: TensorParallelRank) -> JSON:
+def _scaler(optimizer: Mapping[str, Any]) -> JSON:
     """The loss scale; converts DeepSpeed's iterations since the last overflow to clean steps of a window."""
-    saved = tp_rank.shards[0].get("loss_scaler") if tp_rank.shards else None
+    saved = optimizer.get("loss_scaler")
     scale = saved.get("cur_scale") if isinstance(saved, Record) else None
     if not isinstance(saved, Record) or not isinstance(scale, (int, float)):
         return {"kind": "NoScaling", "state": {}}

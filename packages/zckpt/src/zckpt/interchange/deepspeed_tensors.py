@@ -13,6 +13,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, final
 
 import attrs
@@ -45,6 +46,7 @@ class ShardingRules:
     """Dims that tensor parallelism shards; the first pattern that matches a name applies."""
 
     dims: Mapping[str, int]  # glob pattern -> dim
+    tied_layers: Mapping[str, int] = MappingProxyType({})  # of a pipeline at stage 0: key -> first layer
 
     def dim_of(self, name: str, shape: tuple[int, ...]) -> int | None:
         """The sharded dim of a tensor; None if every rank has it whole."""
@@ -58,15 +60,13 @@ class ShardingRules:
 
 def state_parts(tp_rank: TensorParallelRank) -> list[StatePart]:
     """Everything that one tensor-parallel rank saved: masters, states, frozen parameters, buffers."""
-    optimized = list(_optimizer_parts(tp_rank)) if tp_rank.shards else list(_optimizer_parts_without_zero(tp_rank))
+    optimized = list(optimizer_parts(tp_rank)) if tp_rank.shards else list(numbered_parts(tp_rank))
     masters = {part.name for part in optimized if part.key == MASTER}
     rest = (
-        list(_frozen_parts(tp_rank))
-        if tp_rank.stage == 3
-        else list(_module_parts(tp_rank, aliases(tp_rank), masters))
+        list(frozen_parts(tp_rank)) if tp_rank.stage == 3 else list(module_parts(tp_rank, aliases(tp_rank), masters))
     )
     if tp_rank.shards and tp_rank.stage < 3:
-        _check_masters(optimized, tp_rank.model["module"])
+        check_masters(optimized, tp_rank.model["module"])
     return optimized + rest
 
 
@@ -86,7 +86,7 @@ def place_shards(tp_ranks: Sequence[Sequence[StatePart]], rules: ShardingRules) 
         for part in parts:
             dim = rules.dim_of(part.name, part.shape) if len(tp_ranks) > 1 else None
             if dim is None and number:
-                _check_replicas(part, first.get((part.name, part.key), []))
+                check_replicas(part, first.get((part.name, part.key), []))
                 continue
             shape, box = _global_box(part.name, dim, number, shapes)
             if part.key == STEP:
@@ -113,8 +113,10 @@ def _global_box(
     return shape, tuple((lo, lo + mine[dim]) if d == dim else (0, size) for d, size in enumerate(shape))
 
 
-def _check_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
+def check_replicas(part: StatePart, first: Sequence[StatePart], ranks: str = "tensor-parallel ranks") -> None:
     """Check that a tensor without a rule is equal on every rank, for any split of the flat buffers."""
+    is_tensor = ranks.startswith("tensor")
+    hint = ", and no rule of tensor_parallel matches it: add one" if is_tensor else ": files of different saves"
     compared = 0
     for other in first:
         lo, hi = max(part.span[0], other.span[0]), min(part.span[1], other.span[1])
@@ -122,22 +124,20 @@ def _check_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
             continue
         mine, theirs = (each.tensor[lo - each.span[0] : hi - each.span[0]] for each in (part, other))
         if not torch.equal(mine, theirs):
-            raise CheckpointMismatch(
-                f"{part.name!r} {part.key or 'weight'} differs between tensor-parallel ranks, and no rule of "
-                "tensor_parallel matches it: add one"
-            )
+            raise CheckpointMismatch(f"{part.name!r} {part.key or 'weight'} differs between {ranks}{hint}")
         compared += hi - lo
     if compared != part.tensor.numel():
         raise CheckpointMismatch(
-            f"{part.name!r} has no counterpart on tensor-parallel rank 0: add a rule of tensor_parallel for it"
+            f"{part.name!r} has no counterpart among the {ranks} before"
+            f"{': add a rule of tensor_parallel for it' if is_tensor else ''}"
         )
 
 
 # -- optimized parameters ------------------------------------------------------------------------
 
 
-def _optimizer_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
-    """Masters and states from the flat buffers of every data-parallel rank."""
+def optimizer_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
+    """Masters and states from the flat buffers of every data-parallel rank (of `tp_rank.shards`)."""
     masters = [flat_tensors(shard.get(_MASTERS[tp_rank.stage]), _MASTERS[tp_rank.stage]) for shard in tp_rank.shards]
     states = [_buffer_states(shard.get(_STATES[tp_rank.stage]), len(masters[0])) for shard in tp_rank.shards]
     lengths = [[each.numel() for each in mine] for mine in masters]
@@ -187,7 +187,7 @@ def _buffer_states(saved: Any, count: int) -> list[dict[str, Tensor]]:
     groups = saved.get("param_groups") or [{}]
     made = []
     for index in range(count):
-        mine = {str(key): _as_tensor(key, value) for key, value in state.get(index, {}).items() if value is not None}
+        mine = {str(key): as_tensor(key, value) for key, value in state.get(index, {}).items() if value is not None}
         if (
             mine and STEP not in mine and isinstance(groups[0].get(STEP), (int, float))
         ):  # fused kernels count by group
@@ -196,7 +196,7 @@ def _buffer_states(saved: Any, count: int) -> list[dict[str, Tensor]]:
     return made
 
 
-def _as_tensor(key: Any, value: Any) -> Tensor:
+def as_tensor(key: Any, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, (int, float)):
@@ -204,33 +204,36 @@ def _as_tensor(key: Any, value: Any) -> Tensor:
     raise CheckpointCorrupt(f"the optimizer's state {str(key)[:80]!r} is a {type(value).__name__}, not a tensor")
 
 
-def _optimizer_parts_without_zero(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
+def numbered_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
     """States at stage 0: of a torch optimizer, by parameter number; the weights are in the model states."""
     saved = tp_rank.model.get("optimizer")
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
         return
-    module, names = _tensors_of(tp_rank.model), aliases(tp_rank)
+    module, names = tensors_of(tp_rank.model), aliases(tp_rank)
     candidates = {name: tuple(t.shape) for name, t in module.items() if name not in names}
     for name in _buffer_names(tp_rank):
         candidates.pop(name, None)
-    states = {index: {str(k): _as_tensor(k, v) for k, v in mine.items()} for index, mine in saved["state"].items()}
     for group in saved.get("param_groups") or ():
-        shapes = [_state_shape(states.get(index, {})) for index in group["params"]]
-        for index, name in zip(group["params"], _subsequence(shapes, candidates)):
-            shape = candidates[name]
-            for key, value in states.get(index, {}).items():
-                whole = (0, value.numel())
-                yield StatePart(
-                    name, key, shape, whole, value.reshape(-1).float() if key == STEP else value.reshape(-1)
-                )
+        yield from states_by_number(saved, group["params"], candidates)
 
 
-def _state_shape(state: Mapping[str, Tensor]) -> tuple[int, ...]:
+def states_by_number(
+    saved: Mapping[str, Any], numbers: Sequence[Any], candidates: Mapping[str, tuple[int, ...]]
+) -> Iterator[StatePart]:
+    """States of the parameters with these numbers, which are some of the candidates, in order."""
+    states = {index: {str(k): as_tensor(k, v) for k, v in saved["state"].get(index, {}).items()} for index in numbers}
+    for index, name in zip(numbers, match_names([state_shape(states[n]) for n in numbers], candidates)):
+        for key, value in states[index].items():
+            flat = value.reshape(-1)
+            yield StatePart(name, key, candidates[name], (0, value.numel()), flat.float() if key == STEP else flat)
+
+
+def state_shape(state: Mapping[str, Tensor]) -> tuple[int, ...]:
     shapes = [tuple(value.shape) for key, value in state.items() if key != STEP]
     return shapes[0] if shapes else ()
 
 
-def _subsequence(shapes: Sequence[tuple[int, ...]], candidates: Mapping[str, tuple[int, ...]]) -> list[str]:
+def match_names(shapes: Sequence[tuple[int, ...]], candidates: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The names, in the model's order, that match these shapes; raises unless there is exactly one match."""
     names = list(candidates)
     ways = [1] + [0] * len(shapes)  # ways[k]: number of ways to match the first k shapes so far
@@ -253,7 +256,7 @@ def _subsequence(shapes: Sequence[tuple[int, ...]], candidates: Mapping[str, tup
 # -- other tensors of the module -----------------------------------------------------------------
 
 
-def _tensors_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
     module = model["module"]
     if not isinstance(module, dict):
         raise CheckpointCorrupt("its model states have no dict of the module's tensors")
@@ -272,27 +275,27 @@ def aliases(tp_rank: TensorParallelRank) -> dict[str, str]:
     seen: dict[tuple[Any, ...], str] = {}
     found = {
         name: seen.setdefault((each.data_ptr(), each.shape, each.stride(), each.dtype), name)
-        for name, each in _tensors_of(tp_rank.model).items()
+        for name, each in tensors_of(tp_rank.model).items()
         if each.numel()
     }
     return {name: first for name, first in found.items() if name != first}
 
 
-def _module_parts(tp_rank: TensorParallelRank, tied: Container[str], masters: set[str]) -> Iterator[StatePart]:
+def module_parts(tp_rank: TensorParallelRank, tied: Container[str], masters: set[str]) -> Iterator[StatePart]:
     """Whole tensors of the model that are in no optimizer shard."""
-    for name, value in _tensors_of(tp_rank.model).items():
+    for name, value in tensors_of(tp_rank.model).items():
         if name not in tied and name not in masters:
-            yield _whole(name, value)
+            yield whole_part(name, value)
 
 
-def _whole(name: str, value: Tensor) -> StatePart:
+def whole_part(name: str, value: Tensor) -> StatePart:
     return StatePart(name, MASTER, tuple(value.shape), (0, value.numel()), value.contiguous().view(-1))
 
 
-def _frozen_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
+def frozen_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
     """Buffers (whole) and frozen parameters (partitioned like the others) at stage 3."""
-    tensors = _tensors_of(tp_rank.model)
-    yield from (_whole(name, tensors[name]) for name in _buffer_names(tp_rank) if name in tensors)
+    tensors = tensors_of(tp_rank.model)
+    yield from (whole_part(name, tensors[name]) for name in _buffer_names(tp_rank) if name in tensors)
     for name, saved in (tp_rank.model.get("frozen_param_shapes") or {}).items():
         shape = shape_of(saved, name)
         spans = part_spans(math.prod(shape), len(tp_rank.models))
@@ -304,7 +307,7 @@ def _frozen_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
                 yield StatePart(str(name), MASTER, shape, span, fragment.reshape(-1)[: span[1] - span[0]])
 
 
-def _check_masters(optimized: Sequence[StatePart], module: Mapping[str, Tensor]) -> None:
+def check_masters(optimized: Sequence[StatePart], module: Mapping[str, Tensor]) -> None:
     """Check that every master rounds to its weight in the model states."""
     for part in optimized:
         weight = module.get(part.name)

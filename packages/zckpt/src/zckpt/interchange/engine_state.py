@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 from typing import Any, final
 
 import attrs
+import torch
 from torch import Tensor
 
 from zckpt.format.canonical import JSON, MAX_DEPTH
@@ -86,3 +87,29 @@ class _JsonEncoder:
             return {key: self.to_json(item, f"{where}.{key}"[-400:], depth) for key, item in values.items()}
         made = [[self.to_json(k, where, depth), self.to_json(v, f"{where}[{k!r}]", depth)] for k, v in values.items()]
         return {"$pairs": made}
+
+
+def from_json(value: JSON) -> Any:
+    """Decode what `to_json` encoded; raises ValueError for marks that it does not write."""
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((mark, content),) = value.items()
+        if mark == "$float":
+            return float(str(content))
+        if mark == "$tuple" and isinstance(content, list):
+            return tuple(from_json(each) for each in content)
+        if mark == "$pairs" and isinstance(content, list):
+            return {_key(from_json(key)): from_json(each) for key, each in content}
+        if mark == "$tensor" and isinstance(content, list) and len(content) == 3:
+            number, dtype, shape = content
+            return torch.tensor(from_json(number), dtype=getattr(torch, str(dtype))).reshape(shape)
+    return {key: from_json(each) for key, each in value.items()}
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, (dict, list, Tensor)):
+        raise ValueError(f"a {type(value).__name__} is no key of a dict")
+    return value

@@ -9,6 +9,7 @@ view is made, so no address outside the storage can be reached.
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -87,6 +88,36 @@ def open_torch_file(path: Path) -> TorchFile:
         archive.close()
         text = str(error)
         raise CheckpointCorrupt(text if text.startswith(str(path)) else f"{path}: {text}", path=str(path)) from None
+
+
+def read_torch_file(path: str | os.PathLike[str]) -> Any:
+    """Return the object of a `.pt` file, with tensors of its own memory; verifies every byte.
+
+    Objects of DeepSpeed's classes are records: `kind`, and attributes by `get(name)`.
+    Raises as `open_torch_file`.
+    """
+    with open_torch_file(Path(path)) as file:
+        file.verify()
+        try:
+            return _own_memory(file.value, {})
+        except RecursionError:
+            raise CheckpointCorrupt(f"{path}: its containers are nested too deeply", path=str(path)) from None
+
+
+def _own_memory(value: Any, copies: dict[int, Any]) -> Any:
+    """Copy containers and tensors; shared ones stay shared."""
+    if id(value) not in copies:
+        if isinstance(value, Tensor):
+            copies[id(value)] = value.clone()
+        elif isinstance(value, dict):
+            copies[id(value)] = {key: _own_memory(each, copies) for key, each in value.items()}
+        elif isinstance(value, (list, tuple)):
+            copies[id(value)] = type(value)(_own_memory(each, copies) for each in value)
+        elif isinstance(value, Record):
+            copies[id(value)] = Record(value.kind, value.args, _own_memory(value.state, copies))
+        else:
+            return value
+    return copies[id(value)]
 
 
 def _storage(archive: ZipMap, reference: Any) -> Tensor:

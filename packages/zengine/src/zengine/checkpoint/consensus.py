@@ -7,8 +7,9 @@ completes, or in another checkpoint.  Each decision here is made equally by all 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
@@ -25,7 +26,8 @@ log = logging.getLogger("zengine")
 
 T = TypeVar("T")
 
-Source: TypeAlias = "zckpt.Checkpoint | zckpt.MemoryCheckpoint"  # source of a load; imported on the first load
+# source of a load; imported on the first load
+Source: TypeAlias = "zckpt.Checkpoint | zckpt.MemoryCheckpoint | zckpt.interchange.ForeignCheckpoint"
 MODEL = "model."  # prefix of the names of weights and buffers
 
 
@@ -48,17 +50,21 @@ class GroupPeers:
         return zcomm.all_gather_object(value, self.group)
 
 
+class TagMismatch(ValueError, AssertionError):
+    """Ranks save under different tags; an AssertionError, too, as in DeepSpeed."""
+
+
 def common_tag(tag: str, validation: str, peers: GroupPeers) -> str:
     """Return rank 0's tag.
 
-    validation: the config's `tag_validation` for different tags: "FAIL" raises ValueError, "WARN" logs a warning.
+    validation: the config's `tag_validation` for different tags: "FAIL" raises TagMismatch, "WARN" logs a warning.
     """
     tags = peers.exchange(tag)
     if any(other != tags[0] for other in tags) and validation != "IGNORE":
         by_rank = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(tags))
         message = f"save_checkpoint() got different tags ({by_rank})"
         if validation == "FAIL":
-            raise ValueError(
+            raise TagMismatch(
                 f'{message}; pass the same tag on every rank, or set checkpoint.tag_validation to "WARN".'
             )
         log.warning("%s; using the tag of rank 0", message)
@@ -133,6 +139,56 @@ def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
     if all(other == common for other in tags):
         return own
     return on_every_rank(lambda: own if own.tag == common else zckpt.find(root, common), peers, "nothing was loaded")
+
+
+@contextmanager
+def found_source(root: str, tag: str | None, peers: GroupPeers) -> Iterator[Source]:
+    """Yield the checkpoint that `find` returns; a folder that DeepSpeed wrote is opened where it lies."""
+    if not all(peers.exchange(_is_deepspeed(root, tag))):
+        yield find(root, tag, peers)
+        return
+    found = on_every_rank(lambda: _open_deepspeed(root, tag), peers, "nothing was loaded")
+    try:
+        tags = peers.exchange(found.tag)
+        if len(set(tags)) > 1:
+            raise zckpt.CheckpointMismatch(f"ranks find different checkpoints in {root}: {', '.join(tags)}")
+        if peers.rank == 0:
+            log.info("%s was written by DeepSpeed; `zckpt import` converts it for good", found.path)
+        yield found
+    finally:
+        found.close()
+
+
+def _is_deepspeed(root: str, tag: str | None) -> bool:
+    """Return True for a local folder of DeepSpeed with no checkpoint of ours of this tag."""
+    if tag is not None and os.path.isfile(os.path.join(root, str(tag), "manifest.json")):
+        return False
+    if tag is None and any(os.path.isfile(path) for path in _manifests(root)):
+        return False
+    if not os.path.isdir(root):
+        return False
+    import zckpt.interchange
+
+    try:
+        return zckpt.interchange.detect_format(root) == "deepspeed"
+    except zckpt.CheckpointError:
+        return False
+
+
+def _manifests(root: str) -> Iterator[str]:
+    with suppress(OSError):
+        yield from (os.path.join(root, name, "manifest.json") for name in os.listdir(root))
+
+
+def _open_deepspeed(root: str, tag: str | None) -> zckpt.interchange.ForeignCheckpoint:
+    import zckpt.interchange
+
+    opened = zckpt.interchange.read_deepspeed(root, None if tag is None else str(tag))
+    try:
+        return zckpt.interchange.ForeignCheckpoint.of(opened)
+    except BaseException:
+        opened.close()
+        raise
 
 
 def require_run(checkpoint: Source) -> None:

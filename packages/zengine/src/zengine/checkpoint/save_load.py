@@ -34,7 +34,7 @@ from zengine.checkpoint.consensus import (
     check_names,
     common_tag,
     errors_at,
-    find,
+    found_source,
     on_every_rank,
     optimizer_kind,
     require_run,
@@ -132,7 +132,8 @@ class Checkpoints:
         run.clock.require_loadable("load_checkpoint")
         self.saver.wait()
         peers, scope = GroupPeers.of(run), RestoreScope.choose(module_only, optimizer, scheduler)
-        return _load(run, features, find(root, tag, peers), scope, strict=strict)
+        with found_source(root, tag, peers) as checkpoint:
+            return _load(run, features, checkpoint, scope, strict=strict)
 
     def restore_from_memory(self, run: Run, features: Sequence[SavedFeature]) -> dict[str, Any]:
         """See `Engine.restore_from_memory`."""

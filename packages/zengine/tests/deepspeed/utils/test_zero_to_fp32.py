@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -117,21 +116,6 @@ def test_a_model_takes_them_and_another_one_is_told(saved: tuple[Path, dict[str,
 def test_nothing_there_is_an_error_that_names_the_place(tmp_path: Path):
     with pytest.raises(zckpt.CheckpointNotFound, match=str(tmp_path)):
         tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-
-
-def test_parts_of_ranks_are_joined_by_box_and_span():
-    whole = torch.arange(12.0).view(3, 4)
-    parts = [
-        part_of(whole, ((0, 3), (0, 2)), (0, 4)),
-        part_of(whole, ((0, 3), (0, 2)), (4, 6)),
-        part_of(whole, ((0, 3), (2, 4)), (0, 6)),
-    ]
-    assert torch.equal(tools._join(parts), whole)
-
-
-def part_of(whole: torch.Tensor, box: Any, span: tuple[int, int]) -> zckpt.Shard:
-    inside = whole[tuple(slice(*each) for each in box)].reshape(-1)[slice(*span)].clone()
-    return zckpt.Shard("w", tuple(whole.shape), box, span, inside)
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5_000_000_000), ("1.5KiB", 1536), (7, 7), (None, 1 << 62)])

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["clone_tensors_for_torch_save"]
+from zengine.deepspeed.checkpoint.constants import (
+    MODEL_FILE_PREFIX,
+    MODEL_FILE_SUFFIX,
+    OPTIM_FILE_SUFFIX,
+    ZERO_FILE_PREFIX,
+)
+
+__all__ = [
+    "clone_tensors_for_torch_save",
+    "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
+]
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Return the path of DeepSpeed's model states of a model-parallel rank."""
+    return os.path.join(base_folder, f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Return the path of DeepSpeed's optimizer shard of a rank."""
+    name = f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}"
+    return os.path.join(base_folder, name)
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """Return the path of DeepSpeed's file of a layer ("layer_03") of a pipeline."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

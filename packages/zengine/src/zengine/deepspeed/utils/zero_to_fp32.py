@@ -164,7 +164,10 @@ def _is_deepspeed(folder: str | os.PathLike[str]) -> bool:
 
 
 def _read_zckpt(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_Weight]:
-    checkpoint = zckpt.find(folder, tag)
+    yield from _weights_of(zckpt.find(folder, tag))
+
+
+def _weights_of(checkpoint: zckpt.Checkpoint | zckpt.interchange.ForeignCheckpoint) -> Iterator[_Weight]:
     stateful = {name.partition(".")[2].partition(".")[2] for name in checkpoint.names() if not name.startswith(MODEL)}
     names_of = _names_of([name for name in checkpoint.names() if name.startswith(MODEL)], checkpoint.objects)
     for name, names in names_of.items():
@@ -176,17 +179,8 @@ def _read_zckpt(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_We
 
 
 def _read_deepspeed(folder: str | os.PathLike[str], tag: str | None, stack: ExitStack) -> Iterator[_Weight]:
-    parts: dict[str, list[Any]] = {}
-    stateful: set[str] = set()
     opened = stack.enter_context(zckpt.interchange.read_deepspeed(folder, tag))
-    for shard in opened.shards():
-        if shard.name.startswith(MODEL):
-            parts.setdefault(shard.name, []).append(shard)
-        else:
-            stateful.add(shard.name.partition(".")[2].partition(".")[2])
-    for name, names in _names_of(list(parts), opened.objects()).items():
-        shape, dtype = tuple(parts[name][0].global_shape), _fp32_of(parts[name][0].tensor.dtype)
-        yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(_join, parts[name]))
+    yield from _weights_of(zckpt.interchange.ForeignCheckpoint.of(opened))
 
 
 def _names_of(stored: Sequence[str], objects: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -197,21 +191,6 @@ def _names_of(stored: Sequence[str], objects: Mapping[str, Any]) -> dict[str, tu
         if name in found:
             found[name].append(alias.removeprefix(MODEL))
     return {name: tuple(names) for name, names in found.items()}
-
-
-def _join(shards: Sequence[Any]) -> Tensor:
-    """Join a tensor from the shards of its ranks: spans of boxes."""
-    whole = torch.empty(shards[0].global_shape, dtype=shards[0].tensor.dtype)
-    boxes: dict[Any, list[Any]] = {}
-    for shard in shards:
-        boxes.setdefault(shard.box, []).append(shard)
-    for box, members in boxes.items():
-        target = whole[tuple(slice(low, high) for low, high in box)] if box else whole
-        flat = torch.empty(target.numel(), dtype=whole.dtype)
-        for member in members:
-            flat[slice(*member.span)] = member.tensor.reshape(-1)
-        target.copy_(flat.view(target.shape))
-    return whole
 
 
 # Writing
