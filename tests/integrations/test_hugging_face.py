@@ -6,15 +6,11 @@ Two CPU ranks, one launch for all checks (see hugging_face.py); tiny models with
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from two_ranks import of, run
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -26,39 +22,10 @@ SCRIPT = Path(__file__).with_name("hugging_face.py")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
-def start(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
-    """Start ranks as torchrun does, without its start-up time."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, **{name: str(value) for name, value in {**place, **meeting}.items()}}
-    command = [sys.executable, "-m", "zengine.as_deepspeed", str(SCRIPT), str(folder)]
-    with open(folder / f"rank{rank}.log", "w") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of each rank."""
-    folder = tmp_path_factory.mktemp("hugging_face")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [start(rank, port, folder) for rank in (0, 1)]
-    try:
-        codes = [rank.wait(timeout=280) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in (0, 1))
-    assert codes == [0, 0], logs
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return one check's result on rank 0; fail if it raised on either rank."""
-    for rank, results in enumerate(found):
-        assert "error" not in results[name], f"rank {rank}: {results[name]['error']}"
-    return found[0][name]
+    return run(SCRIPT, tmp_path_factory.mktemp("hugging_face"))
 
 
 @STAGES

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-LIBRARIES = ("transformers", "accelerate", "lightning")
+LIBRARIES = ("transformers", "accelerate", "lightning", "trl", "peft")
 # Members used on the engine; a list, because the sources call it engine, model or self.deepspeed.
 ENGINE = (
     *("backward", "step", "set_gradient_accumulation_boundary", "get_global_grad_norm", "destroy", "config"),
@@ -102,7 +102,7 @@ def test_every_name_that_a_library_uses_from_deepspeed_exists(library: str):
             resolve(name)
         except (ModuleNotFoundError, AttributeError):
             missing.append(f"{place}: {name}")
-    assert len(places) >= 10, "the search finds what it looks for"
+    assert len(places) >= 5, "the search finds what it looks for"
     assert not missing, "\n".join(missing)
 
 

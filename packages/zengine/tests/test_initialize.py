@@ -105,6 +105,13 @@ def test_a_schedule_without_an_optimizer_is_refused():
         zengine.initialize(model=Net(), lr_scheduler=lambda opt: None, config={"train_batch_size": 1})
 
 
+def test_the_configs_schedule_without_an_optimizer_has_no_effect(caplog):
+    """Transformers evaluates with the config of a training run, less its optimizer."""
+    config = {"train_batch_size": 1, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
+    assert zengine.initialize(model=Net(), config=config)[3] is None
+    assert '"scheduler" section (WarmupLR) has no effect' in caplog.text
+
+
 def test_the_same_model_cannot_have_two_engines_until_the_first_is_closed():
     model = Net()
     engine, *_ = make(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -123,6 +124,50 @@ def check_facts(persist: int) -> list[list[int]]:
 def test_parameters_say_what_deepspeeds_say(world: int, persist: int) -> None:
     for sizes in run_ranks(check_facts, world, persist):
         assert [sum(each) for each in sizes] == [60, 10, 60, 6, 36, 6]
+
+
+class Product(torch.autograd.Function):
+    """A linear layer whose backward asks whether the weight that it has saved is whole, as TRL's losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        assert not any(hasattr(other, "ds_status") for other in (x, weight.detach().clone()))
+        with contextlib.nullcontext() if weight.ds_status == HERE else deepspeed.zero.GatheredParameters([weight]):
+            return grads[0] @ weight, grads[0].t() @ x
+
+
+class Fused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(Product.apply(self.first(x).tanh(), self.second.weight), self.small.weight)
+
+
+def check_saved(persist: int) -> None:
+    """Train with both kinds of weights: those of at least `persist` elements are sharded."""
+    engines = [deepspeed.initialize(model=Fused(), config=config(3, persist))[0] for _ in range(2)]
+    for _ in range(2):
+        for engine in engines:
+            engine.backward(engine(torch.ones(2, 6)).square().mean())
+            assert engine.step()
+    engines[0].destroy()
+    assert "ds_status" in vars(torch.Tensor)
+    engines[1].destroy()
+    assert "ds_status" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize("persist", [0, 20, 1000])
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_that_custom_functions_have_saved_say_that_they_are_whole(world: int, persist: int) -> None:
+    run_ranks(check_saved, world, persist)
 
 
 def check_status(persist: int) -> None:

@@ -30,6 +30,34 @@ def test_it_takes_deepspeeds_arguments_and_returns_its_four_things():
     assert (len(loader), scheduler) == (2, None)
 
 
+def check_evaluated_then_trained(stage: int) -> None:
+    """Evaluate with an engine that is kept, train, and evaluate again, as TRL does."""
+    given, x = model(), torch.ones(2, 3)
+    expected = given(x).detach()
+    alone = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    first, *_ = deepspeed.initialize(model=given, config=alone)
+    with torch.no_grad():
+        assert torch.equal(first.eval()(x), expected)
+    second, *_ = deepspeed.initialize(model=given, config={**CONFIG, "zero_optimization": {"stage": 3}})
+    with torch.no_grad():
+        assert torch.equal(first(x), expected)
+    second.backward(second(x).sum())
+    assert second.step()
+    with torch.no_grad():
+        assert torch.equal(first(x), second(x))
+        assert not torch.equal(first(x), expected)
+    with pytest.raises(ValueError, match="partitioned already"):
+        deepspeed.initialize(model=given, config=CONFIG)
+    first.destroy()
+    assert all(hasattr(param, "ds_id") for param in given.parameters())
+    second.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_that_was_evaluated_can_be_trained(stage: int):
+    run_ranks(check_evaluated_then_trained, 2, stage)
+
+
 def test_overflow_tells_whether_the_last_update_was_left_out():
     engine, optimizer, _, _ = deepspeed.initialize(model=model(), config=CONFIG)
     assert optimizer.overflow is False

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -102,6 +102,13 @@ class PartitionState:
         if id(param) in self.unshard_hooks.unit_of:
             return True
         return any(param is other for other in self.owned())
+
+    def has_values(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is in the memory of trained weights that are whole: gathered, or not sharded."""
+        if self.unshard_hooks.is_gathered_memory(tensor):
+            return True
+        address = tensor.untyped_storage().data_ptr()
+        return any(param.untyped_storage().data_ptr() == address for each in self.whole for param in each.params)
 
     def method(self, bound: Callable[..., Any]) -> Callable[..., Any]:
         """Return `bound`, a method of the module, in a form that may read sharded weights, as `forward` may.

@@ -271,16 +271,23 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
 def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan: Plan) -> Any:
     """Return the caller's schedule or the config's; None if neither has one.
 
+    Without an optimizer the config's has no effect: one config serves training and evaluation.
+
     Raises:
-        ValueError: there is a schedule but no optimizer.
+        ValueError: the caller has passed a schedule, but there is no optimizer.
     """
     if client.scheduler is None and not plan.scheduler.type:
         return None
-    if optimizer is None:
+    if optimizer is None and client.scheduler is not None:
         raise ValueError(
-            f"a learning-rate schedule ({plan.scheduler.type or client.scheduler!r}) needs an optimizer, and neither "
+            f"a learning-rate schedule ({client.scheduler!r}) needs an optimizer, and neither "
             'initialize(optimizer=...) nor the config\'s "optimizer" section gives one'
         )
+    if optimizer is None:
+        log.warning(
+            'the config\'s "scheduler" section (%s) has no effect: no optimizer is given', plan.scheduler.type
+        )
+        return None
     if client.scheduler is not None:
         _warn_unused("scheduler", plan.scheduler.type)
         return client.scheduler(optimizer) if callable(client.scheduler) else client.scheduler

@@ -13,6 +13,10 @@ module holds it, NOT_AVAILABLE otherwise, even if it happens to be whole (a smal
 that asserts NOT_AVAILABLE before it gathers, and code that gathers what is not AVAILABLE, both work.  INFLIGHT never
 occurs, because gathers are awaited before user code runs.
 
+A saved weight that autograd unpacks is a plain tensor here, not the parameter.  While a marked engine exists,
+torch.Tensor has a `ds_status`: AVAILABLE for tensors in the memory of whole weights, an AttributeError for others.
+The backward of custom functions asks for it (TRL's losses do).
+
 Rejected: attributes in the parameters' dicts, updated at every gather (a cost in every step, and closures that
 cannot be pickled); properties on torch.nn.Parameter (shared by all code).
 """
@@ -309,6 +313,19 @@ class ParameterOffload:
     _register_hooks_recursively = _register_deepspeed_module
 
 
+_marked: dict[int, weakref.ref[zpartition.Partition]] = {}  # of marked engines, by the identity of their clocks
+
+
+@property  # type: ignore[misc]  # set on torch.Tensor, whose attributes torch expects to be properties
+def _saved_status(tensor: Any) -> ZeroParamStatus:
+    """`torch.Tensor.ds_status`, while any engine is marked: the status of a weight that autograd has unpacked."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided:
+        partitions = [partition for found in _marked.values() if (partition := found()) is not None]
+        if any(each.has_values(tensor) for each in partitions):
+            return ZeroParamStatus.AVAILABLE
+    raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_status'")
+
+
 @final
 class ZeroMarks(Feature):
     """Marks of an engine's module at stage 3, until the engine closes."""
@@ -333,7 +350,10 @@ class ZeroMarks(Feature):
         optimizer: Any = run.optimizer
         if optimizer is not None:
             optimizer.parameter_offload = ParameterOffload(run.module)
-        self._undo = weakref.finalize(run.clock, _remove_marks, params, modules, optimizer)
+        engine = id(run.clock)
+        _marked[engine] = weakref.ref(run.parts.partition)
+        setattr(Tensor, "ds_status", _saved_status)  # noqa: B010 - torch does not declare it
+        self._undo = weakref.finalize(run.clock, _remove_marks, params, modules, optimizer, engine)
 
     def close(self) -> None:
         self._undo()
@@ -342,8 +362,11 @@ class ZeroMarks(Feature):
 _OF_MODULES = ("ds_external_parameters", "ds_active_sub_modules")  # attributes of the modules of a marked engine
 
 
-def _remove_marks(params: list[Parameter], modules: list[nn.Module], optimizer: Any) -> None:
+def _remove_marks(params: list[Parameter], modules: list[nn.Module], optimizer: Any, engine: int) -> None:
     unmark(params, modules)
+    _marked.pop(engine, None)
+    if not _marked and "ds_status" in vars(Tensor):
+        delattr(Tensor, "ds_status")
     if optimizer is not None:
         vars(optimizer).pop("parameter_offload", None)
 

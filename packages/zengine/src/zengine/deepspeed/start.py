@@ -1,12 +1,15 @@
 """`deepspeed.initialize`: zengine's, with DeepSpeed's arguments.
 
 It adds the leaf modules of `set_z3_leaf_modules`, an `overflow` flag on the optimizer (by which Accelerate detects a
-skipped step), the marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.
+skipped step), the marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.  A module that an engine
+without an optimizer evaluates can be passed again.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,18 +26,23 @@ from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
+from zengine.engine.clock import Phase
 from zengine.features import Feature
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
 from zpartition import tensor
 
 if TYPE_CHECKING:
+    from zengine.deepspeed_engine import DeepSpeedEngine
     from zengine.engine.parts import Run
+    from zengine.engine.runners import Runner
     from zengine.step_report import StepReport
 
 __all__ = ["initialize", "tp_model_init"]
 
 log = logging.getLogger("zengine")
+
+_evaluating: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # engines without an optimizer
 
 
 @final
@@ -77,6 +85,7 @@ def initialize(
     args, model, config = by_position(args, model, config)
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
+    _hand_over(model)
     found = make_engine(
         model=model,
         optimizer=optimizer,
@@ -97,8 +106,27 @@ def initialize(
     mark_configured(found[0].module, found[0].plan.leaf_modules)
     found[0].add_feature(OverflowFlag())
     found[0].add_feature(ZeroMarks())
+    if found[0].optimizer is None:
+        _evaluating.add(found[0])
     checkpointing.adopt_settings(found[0].plan.activations, found[0].parts.partition.mp_group)
     return found
+
+
+def _hand_over(model: Any) -> None:
+    """Close engines without an optimizer that have parameters of `model`; their forward calls the module from now on.
+
+    TRL computes reference log-probabilities with such an engine, keeps it, and then trains the module.
+    """
+    wanted = {id(param) for param in model.parameters()} if _evaluating and isinstance(model, nn.Module) else set()
+    for engine in [each for each in _evaluating if wanted & {id(param) for param in each.module.parameters()}]:
+        _evaluating.discard(engine)
+        if engine.clock.phase is not Phase.CLOSED:
+            engine.close()
+            vars(engine)["forward"] = functools.partial(_forward, engine.parts.runner, engine.module)
+
+
+def _forward(runner: Runner, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return runner.forward(module, args, kwargs)
 
 
 def tp_model_init(

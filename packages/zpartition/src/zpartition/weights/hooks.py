@@ -260,8 +260,7 @@ class UnshardHooks:
         return output if output is None else tree_map_only(Tensor, self._copied_if_weight, output)
 
     def _copied_if_weight(self, tensor: Tensor) -> Tensor:
-        is_weight = tensor.layout is torch.strided and self._storage_of(tensor) is not None
-        return tensor.clone() if is_weight else tensor
+        return tensor.clone() if self.is_gathered_memory(tensor) else tensor
 
     # -- tensors that autograd saves -------------------------------------------------------------
 
@@ -334,6 +333,10 @@ class UnshardHooks:
         found = full.as_strided(shape, strides, full.storage_offset() + offset)
         # Under create_graph=True autograd saves this tensor again, without packing it.
         return found.clone() if torch.is_grad_enabled() else found
+
+    def is_gathered_memory(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is strided and in the buffer of a gathered unit."""
+        return tensor.layout is torch.strided and self._storage_of(tensor) is not None
 
     def _storage_of(self, tensor: Tensor) -> ShardedStorage | None:
         if not self.unsharder.unit_at:

@@ -1,0 +1,44 @@
+"""Start a script on two CPU ranks with zengine as its `deepspeed`, and read what each rank has found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def start(script: Path, rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
+    """Start a rank as torchrun does, without its start-up time."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, **{name: str(value) for name, value in {**place, **meeting}.items()}}
+    command = [sys.executable, "-m", "zengine.as_deepspeed", str(script), str(folder)]
+    with open(folder / f"rank{rank}.log", "w") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def run(script: Path, folder: Path, limit_s: int = 280) -> list[dict[str, Any]]:
+    """Run `script FOLDER` on two ranks; return the content of FOLDER/rank<N>.json of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start(script, rank, port, folder) for rank in (0, 1)]
+    try:
+        codes = [rank.wait(timeout=limit_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in (0, 1))
+    assert codes == [0, 0], logs
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return one check's result on rank 0; fail if it raised on either rank."""
+    for rank, results in enumerate(found):
+        assert "error" not in results[name], f"rank {rank}: {results[name]['error']}"
+    return found[0][name]
