@@ -36,7 +36,11 @@ ENGINE = repo.source_folder("zengine") / "engine/engine.py"
 FORBIDDEN_IN_ENGINE = {"isinstance", "hasattr", "getattr", "type", "issubclass"}
 
 # Classes whose booleans are keys of the user's JSON, not states.
-MIRRORS_THE_CONFIG = ("packages/zengine/src/zengine/config/",)
+MIRRORS_THE_CONFIG = (
+    "packages/zengine/src/zengine/config/",
+    "packages/zengine/src/zengine/deepspeed/runtime/activation_checkpointing/config.py",
+    "packages/zengine/src/zengine/deepspeed/runtime/precision_config.py",
+)
 
 PYTHON_FILES = [
     path for path in repo.files(".py") if path.parts[len(repo.ROOT.parts)] in ("packages", "tests", "tools")
