@@ -21,11 +21,13 @@ from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
 from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
+from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.features import Feature
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
+from zengine.pipeline_engine import PipelineEngine
 from zpartition import tensor
 
 if TYPE_CHECKING:
@@ -95,6 +97,10 @@ def initialize(
     mark_configured(found[0].module, found[0].plan.leaf_modules)
     found[0].add_feature(OverflowFlag())
     found[0].add_feature(ZeroMarks())
+    if isinstance(found[0], PipelineEngine):
+        made = PipelineGrid(found[0].num_stages, found[0].plan.parallel.degrees.tensor)
+        found[0].grid = made.grid
+        found[0].add_feature(made)
     checkpointing.adopt_settings(found[0].plan.activations, found[0].parts.partition.mp_group)
     return found
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zengine.deepspeed as deepspeed
 from zcomm.testing import RankFailed, run_ranks
 from zengine.deepspeed.runtime.pipe import p2p
 from zengine.deepspeed.runtime.pipe.topology import (
@@ -79,6 +80,20 @@ def test_layers_that_are_split_and_sizes_that_do_not_fit():
     assert run_ranks(check_model, 2) == [(0, 2, 1, 2, 1), (1, 2, 1, 2, 1)]
     with pytest.raises(RankFailed, match="has 3 ranks and the world 2"):
         run_ranks(check_wrong, 2)
+
+
+def check_engine() -> tuple[Any, ...]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = deepspeed.PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    grid: Any = engine.grid
+    found = grid.get_stage_id(), grid.get_data_parallel_world_size(), grid.pp_group, len(grid._made)
+    engine.destroy()
+    return *found, len(grid._made)
+
+
+def test_an_engine_of_stages_has_a_grid():
+    assert run_ranks(check_engine, 2) == [(0, 1, [0, 1], 4, 0), (1, 1, [0, 1], 4, 0)]
 
 
 def test_primes():

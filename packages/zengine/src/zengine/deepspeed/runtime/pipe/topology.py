@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from zcomm import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from zengine.deepspeed.comm.world import get_rank, get_world_size, new_group
+from zengine.deepspeed.comm.world import (
+    destroy_process_group,
+    get_rank,
+    get_world_size,
+    is_initialized,
+    new_group,
+)
+from zengine.features import Feature
 
 __all__ = [
     "PipeDataParallelTopology",
@@ -55,7 +62,13 @@ class PipelineParallelGrid:
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self._made: list[Any] = []  # groups of this rank
         self._make_groups()
+
+    def close(self) -> None:
+        """Destroy the groups of this rank."""
+        while self._made and is_initialized():
+            destroy_process_group(self._made.pop())
 
     def _make_groups(self) -> None:
         replicas = [sorted(self._topo.get_axis_list("data", index)) for index in range(self.data_parallel_size)]
@@ -72,6 +85,7 @@ class PipelineParallelGrid:
     def _own_group(self, lists: Sequence[list[int]]) -> tuple[list[int], Any]:
         """Make a group of each list; return the ranks and the group of this rank's."""
         made = [(ranks, new_group(ranks)) for ranks in lists]
+        self._made += [group for ranks, group in made if self.global_rank in ranks]
         return next((ranks, group) for ranks, group in made if self.global_rank in ranks)
 
     def _build_p2p_groups(self) -> list[list[int]]:
@@ -159,6 +173,23 @@ class PipelineParallelGrid:
     get_tensor_model_parallel_rank = get_slice_parallel_rank
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
     get_tensor_model_parallel_group = get_slice_parallel_group
+
+
+@final
+class PipelineGrid(Feature):
+    """`engine.grid` of a pipeline; its groups end with the engine.  Making one is a collective of all ranks."""
+
+    def __init__(self, num_stages: int, tensor_ranks: int) -> None:
+        replicas = get_world_size() // (num_stages * tensor_ranks)
+        self.grid = PipelineParallelGrid(
+            PipeDataParallelTopology(num_stages, replicas)
+            if tensor_ranks == 1
+            else PipeModelDataParallelTopology(num_stages, tensor_ranks, replicas)
+        )
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        self.grid.close()
 
 
 def _squarish(world_size: int) -> ProcessTopology:
