@@ -40,6 +40,8 @@ MIRRORS_THE_CONFIG = (
     "packages/zengine/src/zengine/config/",
     "packages/zengine/src/zengine/deepspeed/linear/config.py",
     "packages/zengine/src/zengine/deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py",
+    "packages/zengine/src/zengine/deepspeed/runtime/activation_checkpointing/config.py",
+    "packages/zengine/src/zengine/deepspeed/runtime/precision_config.py",
 )
 
 PYTHON_FILES = [

@@ -22,16 +22,29 @@ MAY_IMPORT = {
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
     "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec", "shtab"},
     "zengine": {
-        "torch", "numpy", "attrs", "hjson", "tensorboard", "wandb", "comet_ml", "rich", "shtab", "transformers",
+        "torch", "numpy", "attrs", "hjson", "tensorboard", "wandb", "comet_ml", "pydantic", "rich", "shtab",
+        "transformers",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
     },
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so `import zengine` does not need them.
-ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "hjson", "rich", "shtab", "tensorboard", "transformers", "wandb"}
+ONLY_LAZILY = {
+    "cffi",
+    "comet_ml",
+    "cupy",
+    "fsspec",
+    "hjson",
+    "pydantic",
+    "rich",
+    "shtab",
+    "tensorboard",
+    "transformers",
+    "wandb",
+}
 
 # Imported if the user installed them; never a declared dependency.
-OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "shtab", "transformers", "wandb"}
+OPTIONAL = {"comet_ml", "cupy", "fsspec", "pydantic", "rich", "shtab", "transformers", "wandb"}
 
 # Inside zengine one file composes the five packages and chooses classes with behaviour.  Other files may use only the
 # names listed here: frozen policy values in the config, and functions and errors of a file's own subject.  A key is a

@@ -14,6 +14,8 @@ distribution of that name has a version.  Both must exist, but only in processes
 Design.  One finder at the front of `sys.meta_path` answers both questions: `deepspeed.x.y` *is* the module
 `zengine.deepspeed.x.y` (the same object under two names, so its classes are identical), and the distribution
 `deepspeed` has the version whose interface we implement.  Nothing is written to disk; `uninstall` removes everything.
+Processes that are started as `deepspeed` (Accelerate does so for several hosts) get our launcher: its folder comes
+first in PATH, and ZENGINE_PYTHON names this interpreter.
 
 Rejected: a distribution named deepspeed on the package index (it would shadow the real one for other users), and
 a folder put on sys.path (a second copy of every class).
@@ -26,6 +28,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
@@ -41,6 +44,9 @@ _NAME = "deepspeed"
 _REAL = "zengine.deepspeed"
 # Modules that look for DeepSpeed once, when they are imported.
 _LOOK_ONCE = ("transformers.integrations.deepspeed", "accelerate.utils")
+
+_COMMANDS = str(Path(__file__).parent / "deepspeed/bin")  # the command `deepspeed`
+_PYTHON = "ZENGINE_PYTHON"  # the interpreter that it runs
 
 _USAGE = "usage: python -m zengine.as_deepspeed [-m MODULE | SCRIPT] [ARGUMENTS ...]"
 
@@ -123,15 +129,23 @@ def install() -> None:
         )
     sys.meta_path.insert(0, _Finder())
     importlib.invalidate_caches()
+    os.environ["PATH"] = os.pathsep.join([_COMMANDS, *_other_paths()])
+    os.environ[_PYTHON] = sys.executable
 
 
 def uninstall() -> None:
-    """Undo `install`: remove the finder and the aliases; references to imported modules stay valid."""
+    """Undo `install`: remove finder, aliases and command; references to imported modules stay valid."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]:
         if sys.modules[name].__name__.startswith(_REAL):
             del sys.modules[name]
     importlib.invalidate_caches()
+    if os.environ.pop(_PYTHON, None) is not None:
+        os.environ["PATH"] = os.pathsep.join(_other_paths())
+
+
+def _other_paths() -> list[str]:
+    return [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != _COMMANDS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

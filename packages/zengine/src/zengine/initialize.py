@@ -260,6 +260,7 @@ def pick_config(args: Any, config: Any, config_params: Any) -> Any:
         "config=": config,
         "config_params=": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),  # its first name
     }
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1 and not _are_equal(list(given.values())):

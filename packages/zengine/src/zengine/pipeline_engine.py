@@ -58,6 +58,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     module: PipelineModule
+    grid: Any = None  # DeepSpeed's PipelineParallelGrid, if `deepspeed.initialize` made the engine
 
     def __init__(self, module: PipelineModule, parts: Parts, plan: Plan, pipeline: PipelineRunner) -> None:
         """Wrap `module`.  pipeline: a runner with `EnginePasses` over `parts`."""

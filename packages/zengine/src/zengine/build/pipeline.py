@@ -48,7 +48,7 @@ def fit_plan(model: nn.Module, plan: Plan) -> Plan:
         ConfigError: as `check_pipeline`.
     """
     check_pipeline(model, plan)
-    for notice in _warn_few_micro_batches(model, plan) if is_pipeline(model) else _warn_unused_keys(plan):
+    for notice in _warn_of_stages(model, plan) if is_pipeline(model) else _warn_unused_keys(plan):
         if zcomm.detect().rank == 0:
             log.warning("%s", notice)
     if not is_pipeline(model):
@@ -89,14 +89,22 @@ def _warn_unused_keys(plan: Plan) -> Iterator[str]:
         yield f"{', '.join(given)}: no effect, since the model is not a PipelineModule"
 
 
+def _warn_of_stages(model: PipelineModule, plan: Plan) -> Iterator[str]:
+    """Yield a warning for another seeding than the module's, and for few micro-batches."""
+    if plan.pipeline.seed_layers and not model.seed_layers:
+        yield (
+            "pipeline.seed_layers = true: no effect, since the PipelineModule was made with seed_layers=False; pass "
+            "seed_layers=True there"
+        )
+    yield from _warn_few_micro_batches(model, plan)
+
+
 def _problems_of_stages(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
     asked, ranks = plan.pipeline, model.pipeline_position.num_ranks
     if plan.parallel.degrees.pipeline != ranks:
         yield _mismatch("pipeline.stages", plan.parallel.degrees.pipeline, f"num_stages={ranks}")
     if asked.partition and asked.partition.lower() != model.partition_method.lower():
         yield _mismatch("pipeline.partition", asked.partition, f"partition_method={model.partition_method!r}")
-    if asked.seed_layers and not model.seed_layers:
-        yield _mismatch("pipeline.seed_layers", True, "seed_layers=False")
     yield from check_pipeline_keys(plan)
     if plan.data.packing and ranks > 1 and not model.dynamic_shape:
         yield Problem(

@@ -20,6 +20,14 @@ class NotAvailable(RuntimeError):
 ABSENT: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
+    "autotuning.Autotuner": (
+        "experiments are not started from the command line. `zengine plan ds.json` predicts memory and traffic of a "
+        "config, and zengine.planning recommends one; then start the script without --autotuning."
+    ),
+    "runtime.pipe.schedule.DualPipeVSchedule": (
+        'pipelines run four schedules of their own. Write "pipeline": {"schedule": "zero_bubble"}, which also '
+        "fills the bubble."
+    ),
     "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
     "module_inject.GroupQuantizer": (
         "it makes int8 weights for fused inference layers. Use deepspeed.linear.QuantizedLinear for frozen weights."

@@ -24,12 +24,14 @@ from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
 from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
+from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.engine.clock import Phase
 from zengine.features import Feature
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
+from zengine.pipeline_engine import PipelineEngine
 from zpartition import tensor
 
 if TYPE_CHECKING:
@@ -108,6 +110,10 @@ def initialize(
     found[0].add_feature(ZeroMarks())
     if found[0].optimizer is None:
         _evaluating.add(found[0])
+    if isinstance(found[0], PipelineEngine):
+        made = PipelineGrid(found[0].num_stages, found[0].plan.parallel.degrees.tensor)
+        found[0].grid = made.grid
+        found[0].add_feature(made)
     checkpointing.adopt_settings(found[0].plan.activations, found[0].parts.partition.mp_group)
     return found
 

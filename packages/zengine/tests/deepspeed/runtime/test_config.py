@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import zoptim
 from zengine.deepspeed import DeepSpeedConfig, DeepSpeedConfigError
@@ -27,8 +30,6 @@ def test_its_numbers_are_resolved_for_the_ranks_that_there_are(capsys):
 
 
 def test_names_of_optimizers_and_keys_are_those_of_the_config():
-    import torch
-
     params = [torch.nn.Parameter(torch.ones(2, 2))]
     for name in config.DEEPSPEED_OPTIMIZERS:
         given = [("w", params[0])] if name == "muon" else params
@@ -41,9 +42,73 @@ def test_names_of_optimizers_and_keys_are_those_of_the_config():
     assert DeepSpeedConfig(keys).gradient_clipping == 1.0
 
 
-def test_names_of_schedules_build_them():
-    import torch
+def test_sections_and_single_keys_have_their_attributes():
+    found = DeepSpeedConfig(
+        {
+            "train_batch_size": 4,
+            "fp16": {"enabled": True, "initial_scale_power": 8},
+            "zero_optimization": {"stage": 1},
+            "csv_monitor": {"enabled": True, "job_name": "mine"},
+            "activation_checkpointing": {"number_checkpoints": 3},
+            "checkpoint": {"tag_validation": "Fail"},
+            "communication_data_type": "bf16",
+            "pipeline": {"activation_checkpoint_interval": 2},
+            "steps_per_print": 7,
+        }
+    )
+    assert (found.fp16_enabled, found.float16_config.initial_scale_power, found.bfloat16_config.enabled) == (
+        True,
+        8,
+        False,
+    )
+    assert found.monitor_config.csv_monitor.job_name == "mine"
+    assert found.activation_checkpointing_config.number_checkpoints == 3
+    assert (found.checkpoint_tag_validation_enabled, found.checkpoint_tag_validation_fail) == (True, True)
+    assert (found.zero_enabled, found.communication_data_type) == (True, torch.bfloat16)
+    assert (found.pipeline["activation_checkpoint_interval"], found.pipeline["stages"]) == (2, "auto")
+    assert vars(found)["steps_per_print"] == 7
+    with pytest.raises(ValueError, match="Got: int8"):
+        config.get_communication_data_type({"communication_data_type": "int8"})
 
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((32, 8, None), (32, 8, 4)),
+        ((32, None, 2), (32, 16, 2)),
+        ((None, 8, 2), (16, 8, 2)),
+        ((None, 8, None), (8, 8, 1)),
+        ((33, 17, 2), None),
+        ((None, None, 2), None),
+    ],
+)
+def test_batch_sizes_are_completed_or_asserted(given: tuple[int | None, ...], expected: tuple[int, ...] | None):
+    """As DeepSpeed's test of batch sizes does, here for one rank."""
+    found = DeepSpeedConfig({"train_batch_size": 1})
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name, value in zip(names, given):
+        setattr(found, name, value)
+    if expected is None:
+        with pytest.raises(AssertionError):
+            found._configure_train_batch_size()
+    else:
+        found._configure_train_batch_size()
+        assert tuple(getattr(found, name) for name in names) == expected
+
+
+def test_a_file_is_edited_and_a_repeated_key_is_rejected(tmp_path: Path):
+    writer = config.DeepSpeedConfigWriter({"train_batch_size": 2})
+    writer.add_config("steps_per_print", 3)
+    writer.write_config(tmp_path / "a.json")
+    again = config.DeepSpeedConfigWriter()
+    again.load_config(tmp_path / "a.json")
+    assert again.data == {"train_batch_size": 2, "steps_per_print": 3}
+    (tmp_path / "b.json").write_text('{"train_batch_size": 24, "train_batch_size": 24}')
+    with pytest.raises(ValueError, match="train_batch_size"):
+        DeepSpeedConfig(tmp_path / "b.json")
+
+
+def test_names_of_schedules_build_them():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     options = {"OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}}
     options |= {key: {"total_num_steps": 2000} for key in ("WarmupDecayLR", "WarmupCosineLR")}

@@ -229,7 +229,9 @@ class Pipeline:
     partition: str = setting(
         null_or(TEXT, ""), "", "expected partition_method; empty: not checked", empty=OF_THE_MODULE
     )
-    seed_layers: bool = setting(TRUTH, False, "expected seed_layers of the PipelineModule; checked if given")
+    seed_layers: bool = setting(
+        TRUTH, False, "expected seed_layers of the PipelineModule; another one there is logged"
+    )
     activation_checkpoint_interval: int = setting(
         whole(0),
         0,

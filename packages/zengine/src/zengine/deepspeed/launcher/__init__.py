@@ -1,7 +1,7 @@
-"""`deepspeed.launcher`: torchrun launches; `zengine run` wraps it."""
+"""`deepspeed.launcher`: the command `deepspeed` on one host and on several; `zengine run` is zengine's own."""
 
 from __future__ import annotations
 
-from zengine.deepspeed.launcher import runner
+from zengine.deepspeed.launcher import constants, launch, multinode_runner, runner
 
-__all__ = ["runner"]
+__all__ = ["constants", "launch", "multinode_runner", "runner"]

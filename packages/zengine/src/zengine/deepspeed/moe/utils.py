@@ -34,8 +34,8 @@ def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return True if `param` belongs to experts."""
-    return isinstance(param, ExpertParameter)
+    """Return True if `param` belongs to experts: of our layers, or marked `allreduce = False`."""
+    return isinstance(param, ExpertParameter) or not getattr(param, "allreduce", True)
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:

@@ -163,6 +163,18 @@ def _get_expert_parallel_group(group_name: str = "") -> Any:
     return _group("expert_parallel")
 
 
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Set groups until there is an engine, as `initialize(ep_size=...)` does."""
+    initialize(ep_size=expert_parallel_size_, mpu=mpu)
+
+
+def _get_max_expert_parallel_group() -> Any:
+    """Return the largest group of ranks that shard experts."""
+    return _get_expert_parallel_group()
+
+
 def _get_expert_parallel_world_size(group_name: str = "") -> int:
     return _size("expert_parallel")
 

@@ -178,7 +178,7 @@ def _section(source: Any) -> dict[str, Any]:
     """Return the section of a config in any form; empty if there is none."""
     if source is None:
         return {}
-    document = read(source).data
+    document = read(getattr(source, "given", source)).data  # a plan has the config it was made from
     section = document.get("activation_checkpointing") if isinstance(document, dict) else None
     return section or {}
 
