@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,11 @@ from zengine.checkpoint.weight_files import Entry, write_weights
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]
@@ -135,6 +140,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert_zero_checkpoint_to_fp32_state_dict(**vars(given))
     print(f"{given.checkpoint_dir}: wrote float32 weights to {given.output_dir}")
     return 0
+
+
+# Files of DeepSpeed's folders
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
+    """Return the file with the module of a folder that DeepSpeed wrote at this stage.  Raises FileNotFoundError."""
+    if not Path(checkpoint_dir).is_dir():
+        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
+    prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    path = Path(checkpoint_dir) / f"{prefix}mp_rank_00_model_states.pt"
+    if not path.exists():
+        raise FileNotFoundError(f"can't find model states file at '{path}'")
+    return str(path)
+
+
+def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
+    """Return the files that match, rank 2 before rank 10.  Raises FileNotFoundError if there are none."""
+    found = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
+    if not found:
+        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
+    return sorted(found, key=natural_keys)
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the files with optimizer states of a folder that DeepSpeed wrote."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the files with modules of a folder that DeepSpeed wrote."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def natural_keys(text: str) -> list[str | int]:
+    """Return a key that sorts numbers inside names by value."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def atoi(text: str) -> str | int:
+    """Return the number of a text of digits, other text unchanged."""
+    return int(text) if text.isdigit() else text
 
 
 # Reading
