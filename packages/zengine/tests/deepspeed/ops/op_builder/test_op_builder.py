@@ -34,6 +34,10 @@ def test_flat_tensors_are_views_of_one():
     again = ops.unflatten(flat, parts)
     assert all(map(torch.equal, again, parts))
     assert again[0].data_ptr() == flat.data_ptr()
+    for typed in (parts[0], torch.tensor(2.5, dtype=torch.bfloat16)):
+        (raw,) = ops.cast_to_byte_tensor([typed])
+        assert (raw.dtype, raw.numel(), raw.data_ptr()) == (torch.uint8, typed.nbytes, typed.data_ptr())
+        assert torch.equal(ops.cast_to_byte_tensor(typed), raw)
 
 
 def test_a_report_names_ops_and_versions(capsys: pytest.CaptureFixture[str]):
