@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+import zengine.deepspeed as deepspeed
 from zengine.deepspeed.profiling.flops_profiler import get_model_profile, profiler
 
 
@@ -33,3 +36,19 @@ def test_a_convolutional_model_is_counted_as_in_deepspeed():
     assert macs / 4 == pytest.approx(416520, rel=0.05)
     assert params == 61706
     assert torch.is_grad_enabled()
+
+
+def test_the_engine_has_the_profiler_of_its_config(tmp_path: Path):
+    """As DeepSpeed's suite reads it: of a layer of 10 x 10 with a bias, 200 FLOPs and 110 parameters."""
+    section = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "flops.txt")}
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}, "flops_profiler": section}
+    engine = deepspeed.initialize(model=nn.Linear(10, 10), config=config)[0]
+    assert engine.flops_profiler.flops == 0
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 10)).square().mean())
+        engine.step()
+    assert (engine.flops_profiler.flops, engine.flops_profiler.macs, engine.flops_profiler.params) == (200, 100, 110)
+    engine.close()
+    plain = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})[0]
+    assert plain.flops_profiler is None
+    plain.close()
