@@ -137,6 +137,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {
             *("Degrees", "Groups"),
             *("after", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"),
+            "reduce_scatter_quantized",
             *(
                 "detect",
                 "all_gather_object",

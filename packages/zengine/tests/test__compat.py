@@ -93,3 +93,20 @@ def test_fake_tensors_have_no_storage_and_every_operation_is_seen() -> None:
             total = huge + 1
     assert total.shape == huge.shape
     assert seen == [total]
+
+
+def test_fp16_kernels_of_the_cpu_are_known():
+    assert hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
+    assert isinstance(_compat.cpu_has_fp16(), bool)
+
+
+def test_functorch_tells_where_it_is():
+    inside: list[bool] = []
+    torch.func.grad(lambda x: inside.append(_compat.inside_functorch()) or x.sum())(torch.ones(1))
+    assert (inside, _compat.inside_functorch()) == ([True], False)
+
+
+def test_a_callback_waits_for_cuda():
+    told: list[int] = []
+    _compat.when_cuda_starts(lambda: told.append(1))
+    assert told == ([1] if torch.cuda.is_initialized() else [])

@@ -31,6 +31,28 @@ def backward_number() -> int:
     return 0 if task is None else int(task()) + 1
 
 
+def cpu_has_fp16() -> bool:
+    """Return True if torch has fp16 matrix kernels for this CPU; False if torch does not know."""
+    known = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    try:
+        return known is not None and bool(known())
+    except RuntimeError:  # torch was built without oneDNN
+        return False
+
+
+def inside_functorch() -> bool:
+    """Return True inside torch.func.grad, vmap and the like; False if this torch does not tell."""
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
+def when_cuda_starts(callback: Callable[[], Any]) -> Any:
+    """Call `callback` when CUDA is initialized: now if it is, or if this torch has no queue for it."""
+    cuda: Any = torch.cuda
+    later = getattr(cuda, "_lazy_call", None)
+    return callback() if later is None or cuda.is_initialized() else later(callback)
+
+
 MAX_ENTRIES = 200_000  # of the history of CUDA's allocator: the newest allocations and frees are kept
 
 

@@ -32,6 +32,8 @@ from zengine.engine.clock import Boundary
 from zengine.engine.engine import Engine
 from zengine.engine.parts import ConstantRate, Run, TelemetrySlot
 from zengine.features.curriculum import SeqlenCurriculum
+from zengine.flops.feature import FlopsProfiling
+from zengine.flops.profiler import FlopsProfiler
 from zprecision import DynamicScaling
 
 if TYPE_CHECKING:
@@ -114,6 +116,12 @@ class DeepSpeedEngine(Engine):
     monitor = Value[TelemetrySlot](
         'Charts on rank 0: `engine.monitor.write_events([("eval/loss", 1.5, engine.global_samples)])`.',
         lambda e: e.parts.telemetry,
+    )
+
+    flops_profiler = Value[FlopsProfiler | None](
+        "Profiler of the section `flops_profiler`, with `flops`, `macs` and `params` of the profiled forward; None "
+        "without it, and in pipelines.",
+        lambda e: next((each.profiler for each in e._features if isinstance(each, FlopsProfiling)), None),
     )
 
     @property

@@ -78,7 +78,7 @@ def test_a_forward_without_a_backward_is_tried_again(capsys: pytest.CaptureFixtu
 def test_another_rank_than_the_first_measures_nothing() -> None:
     feature = FlopsProfiling(FlopsPlan(profile_step=0), None)
     module = nn.Linear(2, 2)
-    parts = SimpleNamespace(world=SimpleNamespace(rank=1))
+    parts = SimpleNamespace(world=SimpleNamespace(rank=1), partition=SimpleNamespace(shapes=dict))
     feature.attach(SimpleNamespace(parts=parts, module=module, clock=SimpleNamespace(steps=5)))
     feature.forward_begin((), {})
     assert not module._forward_hooks

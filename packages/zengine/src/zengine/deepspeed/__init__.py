@@ -10,6 +10,7 @@ from __future__ import annotations
 from zengine.as_deepspeed import API_VERSION
 from zengine.config import ConfigError as DeepSpeedConfigError
 from zengine.deepspeed import (
+    accelerator,
     checkpoint,
     comm,
     inference,
@@ -48,6 +49,8 @@ __version__ = API_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
 __git_hash__ = __git_branch__ = None  # of a release
 
+__git_hash__ = __git_branch__ = "[none]"  # wheels are built from releases
+
 dist = comm
 DeepSpeedTransformerLayer = absent("DeepSpeedTransformerLayer")
 DeepSpeedTransformerConfig = absent("DeepSpeedTransformerConfig")
@@ -67,6 +70,7 @@ __all__ = [
     "PipelineEngine",
     "PipelineModule",
     "__version__",
+    "accelerator",
     "add_config_arguments",
     "checkpoint",
     "checkpointing",

@@ -97,20 +97,20 @@ class FlopsProfiling(Feature):
 
     def attach(self, run: Run) -> None:
         self._run = run
+        self.profiler = FlopsProfiler(run.module, run, self._plan.recompute_fwd_factor)
         if run.parts.world.rank == 0:
-            self._profiler = FlopsProfiler(run.module, run, self._plan.recompute_fwd_factor)
             self._progress = Progress.WAITING
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._stop_counting()
         if self._progress is not Progress.DONE and self._is_time():
-            self._profiler.start_profile()
+            self.profiler.start_profile()
             self._progress = Progress.FORWARD
         return args, kwargs
 
     def forward_end(self, output: Any) -> Any:
         if self._progress is Progress.FORWARD:
-            self._profiler.stop_profile()
+            self.profiler.stop_profile()
             self._progress = Progress.LOSS
         return output
 
@@ -140,12 +140,12 @@ class FlopsProfiling(Feature):
             self._is_counting = False
             self._counter.__exit__(None, None, None)
         if self._progress is not Progress.DONE:
-            self._profiler.stop_profile()
+            self.profiler.stop_profile()
 
     def _publish(self, backward_flops: int) -> None:
         """Publish the profile."""
-        profile = self._profiler.profile(backward_flops)
-        self._profiler.end_profile()
+        profile = self.profiler.profile(backward_flops)
+        self.profiler.end_profile()
         steps, plan = self._run.clock.steps, self._plan
         text = format_profile(
             profile, step=steps, module_depth=plan.module_depth, top_modules=plan.top_modules, detailed=plan.detailed

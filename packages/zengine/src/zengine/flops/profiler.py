@@ -48,6 +48,8 @@ class FlopsProfiler:
         self._recompute = recompute_fwd_factor
         self._device = next((param.device for param in self._model.parameters()), torch.device("cpu"))
         self._meter = FlopsMeter(self._model)
+        # Of the last profile; they outlive `end_profile`.
+        self.flops = self.macs = self.params = 0
 
     def disable_timing(self) -> None:
         """Disable timing, for a model on the meta device."""
@@ -88,12 +90,14 @@ class FlopsProfiler:
             if (reading := self._meter.readings.get(path)) is not None
         ]
         model = ModuleCost(path="", kind=type(self._model).__name__, params=params[""])
-        return FlopsProfile(
+        found = FlopsProfile(
             modules=fill_containers(costs or [model]),
             operations=dict(self._meter.operations),
             backward_flops=backward_flops,
             recompute_factor=self._recompute,
         )
+        self.flops, self.macs, self.params = found.total.flops, found.total.macs, found.total.params
+        return found
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Return the FLOPs of the forwards."""

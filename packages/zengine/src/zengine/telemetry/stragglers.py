@@ -23,7 +23,7 @@ from zengine.telemetry.json_values import read_amount, read_count, read_text
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RankWait", "from_json", "log_summary", "open_log", "rank_waits", "to_json"]
+__all__ = ["RankWait", "from_json", "log_summary", "open_log", "open_messages", "rank_waits", "to_json"]
 
 _open: weakref.WeakSet[CommsLog] = weakref.WeakSet()  # logs that count now; all see the same, process-wide trace
 
@@ -84,6 +84,11 @@ def open_log(log: CommsLog) -> CommsLog:
     return log
 
 
+def open_messages() -> list[Messages] | None:
+    """Return the messages of the log that has counted most; None if there is no log."""
+    return max((each.messages() for each in _open), key=lambda found: sum(m.tally.count for m in found), default=None)
+
+
 def log_summary(
     show_straggler: bool = False, return_dict: bool = False, group: ProcessGroup | None = None
 ) -> dict[str, Any]:
@@ -92,7 +97,7 @@ def log_summary(
     show_straggler: compare with the other ranks of `group` (None: all); every rank must call, and rank 0 prints the
     comparison.  return_dict: also return it as operation -> size -> figures, with "stragglers" by rank.
     """
-    mine = max((each.messages() for each in _open), key=lambda found: sum(m.tally.count for m in found), default=None)
+    mine = open_messages()
     is_first = zcomm.group_rank(group) == 0
     if is_first:
         print("communication: not counted (comms_logger.enabled is false)" if mine is None else format_messages(mine))

@@ -1,28 +1,12 @@
-"""`deepspeed.accelerator.get_accelerator()`: the device of this process, by DeepSpeed's names.
-
-Two classes, for CUDA and the CPU.  On the CPU, memory is the process's own, and there are no streams.
-"""
+"""`deepspeed.accelerator`: the device of this process, by DeepSpeed's names."""
 
 from __future__ import annotations
 
-import functools
-import os
-from typing import Any
+from zengine.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from zengine.deepspeed.accelerator.real_accelerator import (
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
 
-import torch
-
-from zengine.deepspeed.accelerator.cpu import CpuAccelerator
-from zengine.deepspeed.accelerator.cuda import CudaAccelerator
-
-__all__ = ["CpuAccelerator", "CudaAccelerator", "get_accelerator"]
-
-
-@functools.cache
-def get_accelerator() -> Any:
-    """Return the CUDA accelerator if there is one, else the CPU's; DS_ACCELERATOR (cpu or cuda) overrides."""
-    wanted = os.environ.get("DS_ACCELERATOR", "")
-    if wanted not in ("", "cpu", "cuda"):
-        raise ValueError(f"DS_ACCELERATOR={wanted!r}: zengine runs on cpu and cuda; unset it or set one of them.")
-    if wanted == "cuda" or (not wanted and torch.cuda.is_available()):
-        return CudaAccelerator()
-    return CpuAccelerator()
+__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

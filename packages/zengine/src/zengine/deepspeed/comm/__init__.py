@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup, ReduceOp
 
-from zengine.deepspeed.comm.summary import configure, log_summary
+from zengine.deepspeed.comm.summary import (
+    configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
+    log_summary,
+    reset_log,
+    timed_op,
+)
+from zengine.deepspeed.comm.torch import TorchBackend
+from zengine.deepspeed.comm.utils import (
+    get_debug_log_name,
+    get_default_args,
+    get_local_rank_from_launcher,
+    get_msg_size_from_args,
+    get_tensor_kwarg,
+    get_tensor_position,
+    get_world_rank_from_launcher,
+    get_world_size_from_launcher,
+)
 from zengine.deepspeed.comm.verbs import (
+    P2POp,
     all_gather,
     all_gather_base,
     all_gather_coalesced,
@@ -17,6 +37,7 @@ from zengine.deepspeed.comm.verbs import (
     all_to_all_single,
     allgather_fn,
     barrier,
+    batch_isend_irecv,
     broadcast,
     broadcast_object_list,
     gather,
@@ -53,8 +74,10 @@ from zengine.deepspeed.comm.world import (
 )
 
 __all__ = [
+    "P2POp",
     "ProcessGroup",
     "ReduceOp",
+    "TorchBackend",
     "all_gather",
     "all_gather_base",
     "all_gather_coalesced",
@@ -66,20 +89,32 @@ __all__ = [
     "all_to_all_single",
     "allgather_fn",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
     "configure",
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
+    "get_comm_operation_count",
+    "get_debug_log_name",
+    "get_default_args",
     "get_global_rank",
     "get_local_rank",
+    "get_local_rank_from_launcher",
+    "get_logged_comm_ops",
+    "get_msg_size_from_args",
     "get_rank",
+    "get_tensor_kwarg",
+    "get_tensor_position",
     "get_world_group",
+    "get_world_rank_from_launcher",
     "get_world_size",
+    "get_world_size_from_launcher",
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
     "has_coalescing_manager",
+    "has_comm_data",
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "init_distributed",
@@ -97,6 +132,8 @@ __all__ = [
     "reduce_scatter_base",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "reset_log",
     "scatter",
     "send",
+    "timed_op",
 ]

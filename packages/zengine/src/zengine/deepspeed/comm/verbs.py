@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 import zcomm
 from zengine.deepspeed.comm.keywords import accept_logging_keywords
+from zengine.deepspeed.comm.summary import timed_op
 from zengine.deepspeed.comm.world import get_all_ranks_from_group, get_rank, get_world_size
 
 __all__ = [
+    "P2POp",
     "all_gather",
     "all_gather_base",
     "all_gather_coalesced",
@@ -36,6 +38,7 @@ __all__ = [
     "all_to_all_single",
     "allgather_fn",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
     "gather",
@@ -77,11 +80,12 @@ def all_reduce(
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
+@accept_logging_keywords
 def inference_all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Call `all_reduce`."""
-    return all_reduce(tensor, op, group, async_op)
+    return all_reduce(tensor, op, group, async_op, "inference_all_reduce")
 
 
 @accept_logging_keywords
@@ -93,7 +97,7 @@ def all_reduce_coalesced(
 ) -> Any:
     """All-reduce several tensors of one dtype in one message."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    handle = all_reduce(flat, op, group, True, "coalesced")
+    handle = all_reduce(flat, op, group, True, "all_reduce_coalesced")
 
     def scatter_back() -> None:
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors])):
@@ -102,6 +106,7 @@ def all_reduce_coalesced(
     return _finish(zcomm.after(handle, scatter_back), async_op)
 
 
+@timed_op
 @accept_logging_keywords
 def reduce(
     tensor: Tensor,
@@ -114,6 +119,7 @@ def reduce(
     return dist.reduce(tensor, dst=dst, op=op, group=group, async_op=async_op)
 
 
+@timed_op
 @accept_logging_keywords
 def reduce_scatter(
     output: Tensor,
@@ -138,7 +144,10 @@ def reduce_scatter_tensor(
     if op in _OPS and tensor.is_contiguous() and output_tensor.is_contiguous():
         source = tensor.reshape(-1).clone()  # zcomm leaves the other slices undefined
         return _finish(
-            zcomm.reduce_scatter(output_tensor.view(-1), source, group, op=_OPS[op], async_op=True), async_op
+            zcomm.reduce_scatter(
+                output_tensor.view(-1), source, group, op=_OPS[op], async_op=True, label="reduce_scatter_tensor"
+            ),
+            async_op,
         )
     return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
@@ -146,6 +155,7 @@ def reduce_scatter_tensor(
 reduce_scatter_fn = reduce_scatter_base = reduce_scatter_tensor
 
 
+@timed_op
 @accept_logging_keywords
 def all_gather(
     tensor_list: Sequence[Tensor],
@@ -166,7 +176,10 @@ def all_gather_into_tensor(
 ) -> Any:
     """Gather every rank's `tensor` into `output_tensor`, concatenated in rank order."""
     if tensor.is_contiguous() and output_tensor.is_contiguous():
-        return _finish(zcomm.all_gather(output_tensor.view(-1), tensor.view(-1), group, async_op=True), async_op)
+        handle = zcomm.all_gather(
+            output_tensor.view(-1), tensor.view(-1), group, async_op=True, label="all_gather_into_tensor"
+        )
+        return _finish(handle, async_op)
     return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
 
 
@@ -184,7 +197,7 @@ def all_gather_coalesced(
     size = get_world_size(group)
     mine = torch.cat([tensor.reshape(-1) for tensor in input_tensors])
     whole = mine.new_empty(size * mine.numel())
-    handle = zcomm.all_gather(whole, mine, group, async_op=True, label="coalesced")
+    handle = zcomm.all_gather(whole, mine, group, async_op=True, label="all_gather_coalesced")
 
     def distribute() -> None:
         start = 0
@@ -219,6 +232,7 @@ def broadcast_object_list(
     object_list[:] = everyone[get_all_ranks_from_group(group).index(src)]
 
 
+@timed_op
 @accept_logging_keywords
 def all_to_all_single(
     output: Tensor,
@@ -257,6 +271,7 @@ def all_to_all(
     return _finish(zcomm.after(handle, distribute), async_op)
 
 
+@timed_op
 @accept_logging_keywords
 def gather(
     tensor: Tensor,
@@ -269,6 +284,7 @@ def gather(
     return dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op)
 
 
+@timed_op
 @accept_logging_keywords
 def scatter(
     tensor: Tensor,
@@ -281,36 +297,62 @@ def scatter(
     return dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op)
 
 
+@timed_op
 @accept_logging_keywords
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send `tensor` to rank `dst`; return when it may be reused."""
     dist.send(tensor, dst, group=group, tag=tag)
 
 
+@timed_op
 @accept_logging_keywords
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive into `tensor`; return the sender's rank."""
     return int(dist.recv(tensor, src, group=group, tag=tag))
 
 
+@timed_op
 @accept_logging_keywords
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """Send asynchronously; return a handle."""
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
+@timed_op
 @accept_logging_keywords
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """Receive asynchronously; return a handle."""
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
+@final
+class P2POp:
+    """One of the operations of `batch_isend_irecv`: `isend` or `irecv`, a tensor, and the other rank of the world."""
+
+    def __init__(self, op: Any, tensor: Tensor, peer: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+        assert op in (isend, irecv), "op must be deepspeed.comm.isend or deepspeed.comm.irecv"
+        self.op = "isend" if op is isend else "irecv"
+        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
+
+
+@timed_op
 @accept_logging_keywords
-def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> None:
-    """Wait until every rank of `group` calls.  Raises ValueError for async_op=True."""
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Any]:
+    """Start all of them as one batch; return their handles."""
+    torchs = {"isend": dist.isend, "irecv": dist.irecv}
+    batch = [dist.P2POp(torchs[each.op], each.tensor, each.peer, each.group, each.tag) for each in p2p_op_list]
+    return list(dist.batch_isend_irecv(batch))
+
+
+@accept_logging_keywords
+def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    """Wait until every rank of `group` calls; for async_op return a handle whose wait() does.
+
+    device_ids: of torch's barrier, which runs for async_op; otherwise ignored.
+    """
     if async_op:
-        raise ValueError("barrier(async_op=True) is not available; call barrier() without async_op.")
-    zcomm.barrier(group)
+        return dist.barrier(group, async_op=True, device_ids=device_ids)
+    return zcomm.barrier(group)
 
 
 @accept_logging_keywords

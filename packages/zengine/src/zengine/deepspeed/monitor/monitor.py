@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, final
 
-from zengine.config import Facts, load, resolve
-from zengine.deepspeed.comm.world import get_rank
-from zengine.telemetry.sinks import Sinks
-from zengine.telemetry.sinks.table import SINKS, open_sinks, require_packages
+from zengine.deepspeed.monitor.base import Monitor, SinkMonitor
+from zengine.deepspeed.monitor.comet import CometMonitor
+from zengine.deepspeed.monitor.config import SECTIONS, get_monitor_config
+from zengine.deepspeed.monitor.csv_monitor import csvMonitor
+from zengine.deepspeed.monitor.tensorboard import TensorBoardMonitor
+from zengine.deepspeed.monitor.wandb import WandbMonitor
 
-__all__ = ["MonitorMaster"]
-
-_SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
-_ROWS = [row for row in SINKS if row.section in _SECTIONS]
+__all__ = ["Monitor", "MonitorMaster"]
 
 
 @final
-class MonitorMaster:
+class MonitorMaster(Monitor):
     """Writes events to those of TensorBoard, CSV, W&B and Comet that `monitor_config` enables, on rank 0.
 
-    monitor_config: a config (dict, path, JSON text) with these sections, or an engine's `plan.telemetry`.
+    monitor_config: a config (dict, path, JSON text) with these sections, a DeepSpeedMonitorConfig, or an engine's
+    `plan.telemetry`.
     """
 
     def __init__(self, monitor_config: Any) -> None:
-        plan = monitor_config if hasattr(monitor_config, "csv_monitor") else _telemetry(monitor_config)
-        self.enabled = any(getattr(plan, name).enabled for name in _SECTIONS)
-        require_packages(plan, _ROWS)
-        self._sinks = open_sinks(plan, rows=_ROWS) if get_rank() == 0 else Sinks()
+        plan = monitor_config if hasattr(monitor_config, "csv_monitor") else get_monitor_config(monitor_config)
+        super().__init__(plan)
+        self.enabled = any(getattr(plan, name).enabled for name in SECTIONS)
+        self.tb_monitor = TensorBoardMonitor(plan.tensorboard)
+        self.wandb_monitor = WandbMonitor(plan.wandb)
+        self.csv_monitor = csvMonitor(plan.csv_monitor)
+        self.comet_monitor = CometMonitor(plan.comet)
 
     def write_events(self, event_list: Iterable[tuple[str, float, int]]) -> None:
         """Write (tag, value, samples) triples."""
-        self._sinks.write_events([(tag, float(value), int(samples)) for tag, value, samples in event_list])
+        events = list(event_list)
+        for each in self._monitors():
+            each.write_events(events)
 
     def close(self) -> None:
         """Close the files."""
-        self._sinks.close()
+        for each in self._monitors():
+            each.close()
 
-
-def _telemetry(config: Any) -> Any:
-    settings = {name: config[name] for name in _SECTIONS if name in config} if isinstance(config, Mapping) else config
-    if isinstance(settings, dict):
-        settings = {"train_batch_size": 1, **settings}
-    return resolve(load(settings), Facts(world_size=1, replicas=1)).telemetry
+    def _monitors(self) -> tuple[SinkMonitor, ...]:
+        return self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.ops import adagrad, adam, lamb, lion
+from zengine.deepspeed.ops import adagrad, adam, aio, lamb, lion, op_builder
+from zengine.deepspeed.ops.op_builder.all_ops import ALL_OPS
+from zengine.deepspeed.ops.op_builder.builder import probe_is_compatible
 
-__all__ = ["adagrad", "adam", "lamb", "lion"]
+__all__ = ["adagrad", "adam", "aio", "lamb", "lion", "op_builder"]
+
+__compatible_ops__ = {name: probe_is_compatible(builder) for name, builder in ALL_OPS.items()}

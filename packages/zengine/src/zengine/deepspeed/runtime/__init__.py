@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zengine.deepspeed.runtime import (
     activation_checkpointing,
+    comm,
     config,
     constants,
     engine,
@@ -16,6 +17,7 @@ from zengine.deepspeed.runtime import (
 
 __all__ = [
     "activation_checkpointing",
+    "comm",
     "config",
     "constants",
     "engine",

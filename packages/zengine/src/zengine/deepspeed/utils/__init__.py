@@ -5,6 +5,8 @@ from __future__ import annotations
 from zengine.data import RepeatingLoader
 from zengine.deepspeed.comm.world import is_initialized
 from zengine.deepspeed.utils import groups
+from zengine.deepspeed.utils.comms_logging import get_caller_func
+from zengine.deepspeed.utils.init_on_device import OnDevice
 from zengine.deepspeed.utils.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -15,8 +17,16 @@ from zengine.deepspeed.utils.leaves import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from zengine.deepspeed.utils.logging import log_dist, logger, set_log_level
-from zengine.deepspeed.utils.on_device import OnDevice
+from zengine.deepspeed.utils.logging import (
+    log_dist,
+    log_dist_once,
+    logger,
+    set_log_level,
+    set_log_level_from_string,
+)
+from zengine.deepspeed.utils.module_utils import recursive_getattr, recursive_setattr
+from zengine.deepspeed.utils.numa import get_numactl_cmd
+from zengine.deepspeed.utils.nvtx import instrument_w_nvtx
 from zengine.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -36,11 +46,17 @@ from zengine.deepspeed.utils.tensor_fragment import (
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "get_caller_func",
+    "get_numactl_cmd",
     "get_z3_leaf_modules",
     "groups",
+    "instrument_w_nvtx",
     "is_initialized",
     "log_dist",
+    "log_dist_once",
     "logger",
+    "recursive_getattr",
+    "recursive_setattr",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -55,6 +71,7 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "set_log_level",
+    "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -15,7 +15,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import zcomm
-from zengine.deepspeed.comm.world import get_rank, get_world_size
+from zengine.deepspeed.accelerator.real_accelerator import get_accelerator
+from zengine.deepspeed.comm.world import (
+    get_all_ranks_from_group,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    new_group,
+)
 from zpartition.experts import MoE
 
 if TYPE_CHECKING:
@@ -201,6 +208,117 @@ def _get_expert_model_parallel_world_size() -> int:
     engine = _latest_engine()
     layers = () if engine is None else engine.module.modules()
     return max((layer.experts.mp_group.size for layer in layers if isinstance(layer, MoE)), default=1)
+
+
+def _ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raise AssertionError (DeepSpeed's) unless `denominator` divides `numerator`."""
+    assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks of the expert-parallel groups, and of those with the same experts.
+
+    Tensor ranks are neighbours.  use_data_before_expert_parallel_: ranks with the same experts are nearer than those
+    that share an expert-parallel group.  Raises AssertionError (DeepSpeed's) for sizes that do not divide.
+    """
+    _ensure_divisibility(world_size, tensor_parallel_size_ * pipeline_parallel_size_)
+    stage_size = world_size // pipeline_parallel_size_
+    replicas = stage_size // tensor_parallel_size_
+    _ensure_divisibility(replicas, expert_parallel_size_)
+    copies = replicas // expert_parallel_size_
+    expert_groups: list[list[int]] = []
+    data_groups: list[list[int]] = []
+    for start in range(0, world_size, stage_size):
+        for tensor_rank in range(tensor_parallel_size_):
+            data = list(range(start + tensor_rank, start + stage_size, tensor_parallel_size_))
+            if use_data_before_expert_parallel_:
+                members = [data[first::copies] for first in range(copies)]
+            else:
+                members = [data[i : i + expert_parallel_size_] for i in range(0, replicas, expert_parallel_size_)]
+            expert_groups += members
+            data_groups += [list(ranks) for ranks in zip(*members)]
+    return expert_groups, data_groups
+
+
+def _create_model_parallel(model_parallel_size_: int) -> tuple[Any, Any]:
+    """Return new groups of this rank: data-parallel, and of `model_parallel_size_` neighbours.
+
+    All ranks must call.
+    """
+    size = min(model_parallel_size_, get_world_size())
+    _ensure_divisibility(get_world_size(), size)
+    found: Any = zcomm.Groups.of(zcomm.Degrees(tensor=size), get_world_size(), get_rank())
+    return found.data(), found.tensor()
+
+
+def _clone_world_group() -> Any:
+    """Return the group of all ranks."""
+    return get_world_group()
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    """Return the global ranks of the data-parallel group."""
+    return get_all_ranks_from_group(get_data_parallel_group())
+
+
+def _get_broadcast_src_rank() -> int:
+    """Return the global rank of the first rank of the group that sums gradients."""
+    return _first(_sequence_data_parallel_group())
+
+
+def _get_expert_broadcast_src_rank(group_name: str = "") -> int:
+    """Return the global rank of the first rank that holds the same experts."""
+    return _first(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_parallel_src_rank(group_name: str = "") -> int:
+    """Return the global rank of the first rank of the expert-parallel group."""
+    return _first(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_group_ranks(group_name: str = "") -> list[int]:
+    """Return the global ranks of the expert-parallel group."""
+    return get_all_ranks_from_group(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str = "") -> list[int]:
+    """Return the global ranks that hold the same experts."""
+    return get_all_ranks_from_group(_get_expert_data_parallel_group(group_name))
+
+
+def _get_max_expert_size() -> int:
+    """Return the expert-parallel size; an engine has one."""
+    return _get_expert_parallel_world_size()
+
+
+def _get_max_expert_size_name() -> str:
+    """Return DeepSpeed's name of the expert-parallel group."""
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> Any:
+    """Return the expert-parallel group."""
+    return _get_expert_parallel_group()
+
+
+def _get_local_all_to_all_group() -> dict[str, Any]:
+    """Return new groups for an all-to-all in two steps: "local_H" of each host, "global_D" of each device index.
+
+    All ranks must call.  On one host only "local_0".
+    """
+    world, devices = get_world_size(), min(get_accelerator().device_count(), get_world_size())
+    _ensure_divisibility(world, devices)
+    hosts = world // devices
+    found = {f"local_{host}": list(range(host * devices, (host + 1) * devices)) for host in range(hosts)}
+    if hosts > 1:
+        found |= {f"global_{index}": list(range(index, world, devices)) for index in range(devices)}
+    return {name: new_group(ranks) for name, ranks in found.items()}
 
 
 def _first(group: Any) -> int:

@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -145,6 +146,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert_zero_checkpoint_to_fp32_state_dict(**vars(given))
     print(f"{given.checkpoint_dir}: wrote float32 weights to {given.output_dir}")
     return 0
+
+
+# Sorting of DeepSpeed's file names
+
+
+def natural_keys(text: str) -> list[str | int]:
+    """Return a key that sorts numbers inside names by value."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def atoi(text: str) -> str | int:
+    """Return the number of a text of digits, other text unchanged."""
+    return int(text) if text.isdigit() else text
 
 
 # Reading
