@@ -20,7 +20,6 @@ class NotAvailable(RuntimeError):
 ABSENT: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
-    "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
     "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": (
         "its functions take collated batches. Use zengine.data.DataAnalyzer, with a function of one sample; it "
         "reads the files of DeepSpeed's analyzer unchanged."
