@@ -110,7 +110,7 @@ class SectionModel:
     dict = model_dump
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.model_dump() == other.model_dump()  # type: ignore[attr-defined]
+        return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
 
