@@ -20,7 +20,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 45  # in packages, without the docstring: initialize(), whose signature is DeepSpeed's
 MAX_OTHER_FUNCTION_LINES = 60  # in tests and tools
 MAX_P90_FUNCTION_LINES = 20  # in packages
-MAX_PUBLIC_PARAMETERS = 15  # OneCycle, whose signature is DeepSpeed's
+MAX_PUBLIC_PARAMETERS = 16  # zero.Init, whose signature is DeepSpeed's
 MAX_PARAMETERS = 6
 MAX_ENGINE_MEMBERS = 25  # including redefined names of nn.Module
 
@@ -87,7 +87,7 @@ def test_nine_functions_in_ten_are_short() -> None:
     assert percentile_90(lengths) <= MAX_P90_FUNCTION_LINES
 
 
-def test_public_functions_take_at_most_15_parameters_and_others_at_most_6() -> None:
+def test_public_functions_take_at_most_16_parameters_and_others_at_most_6() -> None:
     bad = [
         f"{where}: {found.num_parameters}"
         for where, found in all_functions(SOURCES)

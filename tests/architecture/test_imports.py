@@ -105,7 +105,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # DeepSpeed's names for objects of the packages
     "deepspeed/": {
         "zoptim": {
-            *("Adam", "Adagrad", "LAMB", "Lion"),
+            *("Adam", "AdamW", "Adagrad", "LAMB", "Lion"),
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {

@@ -316,7 +316,8 @@ def check_init() -> None:
     plain = Net()
     assert [param.ds_status for param in net.parameters()] == [AWAY] * 6
     assert [param.ds_shape for param in net.parameters()] == [param.shape for param in plain.parameters()]
-    assert net.first.weight.ds_tensor is None
+    share = net.first.weight.ds_tensor
+    assert (share.is_meta, share.numel()) == (True, -(-net.first.weight.numel() // zcomm.group_size()))
     assert net.first.weight.partition_numel() == -(-plain.first.weight.numel() // zcomm.group_size())
     numbers = [param.ds_id for param in net.parameters()]
     assert numbers == sorted(set(numbers))

@@ -28,7 +28,6 @@ ABSENT: dict[str, str] = {
         'pipelines run four schedules of their own. Write "pipeline": {"schedule": "zero_bubble"}, which also '
         "fills the bubble."
     ),
-    "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
     "module_inject.GroupQuantizer": (
         "it makes int8 weights for fused inference layers. Use deepspeed.linear.QuantizedLinear for frozen weights."
     ),

@@ -132,17 +132,18 @@ class Marked:
         return _param(self).numel()
 
     @property
-    def ds_tensor(self) -> Tensor | None:
-        """This rank's shard, flat; None before `initialize`.  Shards may differ in size between ranks."""
+    def ds_tensor(self) -> Tensor:
+        """This rank's shard, flat; before `initialize`, an equal share on the meta device.
+
+        Shards may differ in size between ranks.
+        """
         part: Any = _local_shard(_param(self), _mark_of(self))
-        if part is not None:
-            part.ds_numel, part.status, part.final_location = part.numel(), PartitionedParamStatus.AVAILABLE, None
+        part.ds_numel, part.status, part.final_location = part.numel(), PartitionedParamStatus.AVAILABLE, None
         return part  # type: ignore[no-any-return]
 
     def partition_numel(self) -> int:
         """Return the elements of this rank's shard; before `initialize`, those of an equal share."""
-        part = self.ds_tensor
-        return -(-self.ds_numel // zcomm.group_size(self.ds_process_group)) if part is None else part.numel()
+        return self.ds_tensor.numel()
 
     @property
     def ds_persist(self) -> bool:
@@ -214,7 +215,7 @@ class Marked:
             "grad_shape": None if param.grad is None else tuple(param.grad.shape),
             "persist": self.ds_persist,
             "active_sub_modules": self.ds_active_sub_modules,
-            "ds_tensor.shape": None if part is None else part.shape,
+            "ds_tensor.shape": part.shape,
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -300,17 +301,46 @@ def external_parameters(module: nn.Module) -> dict[int, Parameter]:
 class ParameterOffload:
     """`optimizer.parameter_offload`, for code that removes its hooks before a generation and registers them after.
 
-    It has no hooks: parameters gathered around the generation stay gathered, and modules use them.
+    The lists have a handle for each module.  Removing one leaves stage 3's hooks in place: parameters that are
+    gathered around the generation stay gathered, and modules use them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, partition: zpartition.Partition) -> None:
         self.module = module
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
+        self._partition = weakref.ref(partition)
+        self.forward_hooks: list[_ModuleHandle] = []
+        self.backward_hooks: list[_ModuleHandle] = []
+        self._register_deepspeed_module(module)
 
-    def _register_deepspeed_module(self, module: nn.Module) -> None: ...
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """List a handle for each module below `module`."""
+        self.forward_hooks.extend(map(_ModuleHandle, module.modules()))
+        self.backward_hooks.extend(map(_ModuleHandle, module.modules()))
 
     _register_hooks_recursively = _register_deepspeed_module
+
+    @property
+    def persistent_parameters(self) -> list[Parameter]:
+        """Parameters that stay whole because they are small."""
+        return [param for param in self.module.parameters() if is_marked(param) and _mark_of(param).persists]
+
+    def partition_all_parameters(self) -> None:
+        """Free the weights that stage 3 keeps gathered; their next use gathers them again."""
+        partition = self._partition()
+        if partition is not None:
+            partition.unsharder.release_all()
+
+    empty_partition_cache = partition_all_parameters
+
+
+@final
+class _ModuleHandle:
+    """Handle of one module in a list of hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def remove(self) -> None: ...
 
 
 _marked: dict[int, weakref.ref[zpartition.Partition]] = {}  # of marked engines, by the identity of their clocks
@@ -349,7 +379,7 @@ class ZeroMarks(Feature):
             vars(module).update(zip(_OF_MODULES, (external_parameters(module).items, set())))
         optimizer: Any = run.optimizer
         if optimizer is not None:
-            optimizer.parameter_offload = ParameterOffload(run.module)
+            optimizer.parameter_offload = ParameterOffload(run.module, run.parts.partition)
         engine = id(run.clock)
         _marked[engine] = weakref.ref(run.parts.partition)
         setattr(Tensor, "ds_status", _saved_status)  # noqa: B010 - torch does not declare it
@@ -406,10 +436,11 @@ def _forget(key: int, _: object) -> None:
     _marks.pop(key, None)
 
 
-def _local_shard(param: Parameter, known: _Mark) -> Tensor | None:
+def _local_shard(param: Parameter, known: _Mark) -> Tensor:
     partition: zpartition.Partition | None = None if known.partition is None else known.partition()
     if partition is None:
-        return None
+        numel = -(-param.numel() // zcomm.group_size(groups.get_data_parallel_group()))
+        return torch.empty(numel, dtype=param.dtype, device="meta")
     if partition.owns(param):
         return zpartition.local_weight(param)
     length = -(-param.numel() // zcomm.group_size(partition.group))  # every rank has the whole parameter

@@ -61,6 +61,27 @@ def structure(document: Document) -> Reading:
     )
 
 
+@attrs.frozen(kw_only=True)
+class SectionReading:
+    """Result of reading one section alone."""
+
+    members: Mapping[str, Any]  # the given keys, under their present names
+    settings: Any  # the section's settings object, with defaults for what is not given
+    problems: tuple[Problem, ...]
+
+
+def read_section(section: Section, data: Mapping[str, Any], name: str) -> SectionReading:
+    """Read one section, as if it were the whole document.  Does not raise: the reading carries the problems.
+
+    name: of the section, for messages.
+    """
+    walk = _Walk(Document(source="dict", data=data, places={}))
+    members = walk.translated(section, dict(data), (name,))
+    walk.leave_autos(section, members, (name,))
+    settings = walk.section(section, members, (name,), Mode.ACTIVE)
+    return SectionReading(members=members, settings=settings, problems=tuple(walk.problems))
+
+
 class _Walk:
     """One walk and its results.  Invariant: every key of the document is visited exactly once."""
 

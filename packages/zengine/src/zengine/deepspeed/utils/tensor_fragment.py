@@ -1,4 +1,7 @@
-"""Weight, gradient and optimizer state of one parameter: zpartition's functions, with DeepSpeed's argument names."""
+"""Weight, gradient and optimizer state of one parameter: zpartition's functions, with DeepSpeed's argument names.
+
+As in DeepSpeed, the getters return None for a frozen parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,6 @@ from torch.nn import Parameter
 
 import zpartition
 from zpartition import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_local_fp32_param,
@@ -37,9 +36,29 @@ __all__ = [
 ]
 
 
-def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor:
+def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
+    """Return the whole weight as the optimizer holds it; collective."""
+    return zpartition.safe_get_full_fp32_param(param) if param.requires_grad else None
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
+    """Return this rank's elements of the weight as the optimizer holds it, flat."""
+    return zpartition.safe_get_local_fp32_param(param) if param.requires_grad else None
+
+
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
+    """Return the whole reduced gradient, None before a backward; collective."""
+    return zpartition.safe_get_full_grad(param) if param.requires_grad else None
+
+
+def safe_get_local_grad(param: Parameter) -> Tensor | None:
+    """Return this rank's elements of the reduced gradient, flat; None before a backward."""
+    return zpartition.safe_get_local_grad(param) if param.requires_grad else None
+
+
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
     """Return one whole optimizer state; collective.  Raises ValueError for unknown keys and before the first step."""
-    return zpartition.safe_get_full_optimizer_state(param, optim_state_key)
+    return zpartition.safe_get_full_optimizer_state(param, optim_state_key) if param.requires_grad else None
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -47,9 +66,9 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
     zpartition.safe_set_full_optimizer_state(param, value, optim_state_key)
 
 
-def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor:
+def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
     """Return this rank's elements of one optimizer state, flat."""
-    return zpartition.safe_get_local_optimizer_state(param, optim_state_key)
+    return zpartition.safe_get_local_optimizer_state(param, optim_state_key) if param.requires_grad else None
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:

@@ -8,7 +8,8 @@ loses them.  Parameters that are used outside their module are detected, so regi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
 
@@ -30,15 +31,34 @@ from zengine.deepspeed.marks import (
 )
 
 __all__ = [
+    "DeepSpeedTensorOverride",
     "GatheredParameters",
     "Init",
     "PartitionedParamStatus",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
+    "is_zero_param",
+    "partitioned_param_data_shape",
     "register_external_parameter",
+    "restore_init_context",
+    "shutdown_init_context",
     "unregister_external_parameter",
 ]
+
+
+class DeepSpeedTensorOverride(enum.Enum):
+    """Attributes of new tensors that `Init` may set."""
+
+    dtype = 1
+    device = 2
+
+
+DEFAULT_TENSOR_OVERRIDES = (DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device)
+
+is_zero_param = is_marked
+
+partitioned_param_data_shape = [0]  # of a weight at rest in DeepSpeed; here it keeps its shape, and `ds_status` tells
 
 
 @final
@@ -48,6 +68,7 @@ class Init(AbstractContextManager["Init"]):
     enabled: False makes the block do nothing.  dtype: of floating tensors made inside, by default torch's; bf16 or
     fp16 of the config applies in `initialize`, which casts before it allocates.
     module: an existing module is only marked; `initialize` shards it.
+    tensor_overrides: without `DeepSpeedTensorOverride.dtype`, `dtype` is ignored; devices are `initialize`'s choice.
     Other arguments tune DeepSpeed's buffers or repeat the config, and are ignored.
     """
 
@@ -68,9 +89,10 @@ class Init(AbstractContextManager["Init"]):
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
+        tensor_overrides: Sequence[DeepSpeedTensorOverride] = DEFAULT_TENSOR_OVERRIDES,
     ) -> None:
         self._enabled = enabled and module is None
-        self._dtype = dtype
+        self._dtype = dtype if DeepSpeedTensorOverride.dtype in tensor_overrides else None
         self._undo = ExitStack()
         if enabled and module is not None:
             _mark_all(module.parameters())
@@ -120,6 +142,22 @@ class GatheredParameters(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
+
+
+_suspended: list[ExitStack] = []
+
+
+def shutdown_init_context() -> None:
+    """Suspend all open `Init` blocks until `restore_init_context`; does nothing if they already are."""
+    if not _suspended:
+        _suspended.append(ExitStack())
+        _suspended[0].enter_context(zpartition.suspend_init())
+
+
+def restore_init_context() -> None:
+    """Resume what `shutdown_init_context` suspended."""
+    while _suspended:
+        _suspended.pop().close()
 
 
 def _mark_all(params: Iterable[Parameter]) -> None:

@@ -1,18 +1,40 @@
-"""`deepspeed.runtime.zero.stage3`: DeepSpeed's estimate of the model states' memory at stage 3, in bytes.
+"""`deepspeed.runtime.zero.stage3`: generation with gathered weights; DeepSpeed's estimate of memory, in bytes.
 
 DeepSpeed's formulas exclude activations and buffers; zpartition.plan() counts what this library allocates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import nn
+
+from zengine.deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "model_to_params",
+    "unwrap_model_for_generation",
 ]
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Gather all weights of an engine inside the block, once for many forward passes; all ranks must enter it."""
+    offload = getattr(model.optimizer, "parameter_offload", None)
+    with GatheredParameters(model.parameters()):
+        if offload is None:
+            yield model
+            return
+        offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            yield model
+        finally:
+            offload._register_deepspeed_module(offload.module)
 
 
 def estimate_zero3_model_states_mem_needs(
