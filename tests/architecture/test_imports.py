@@ -149,7 +149,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"all_reduce", "transport", "transport_reason", "testing", "testing.run_ranks"},
     },
     # True for a dynamic loss scale
-    "deepspeed_engine.py": {"zprecision": {"DynamicScaling"}},
+    "deepspeed_engine.py": {"zprecision": {"DynamicScaling", "StaticScaling"}},
     # recognizes a pipeline without an import
     "imports.py": {"zpartition": {"pipeline.PipelineModule"}},
     # the world comes before the parts; rank 0 measures bf16

@@ -30,7 +30,7 @@ def test_what_was_decided(engine):
     assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
     assert engine.gradient_clipping() == 0.5
     assert engine.get_lr() == [0.25]
-    assert engine.loss_scale == 1.0
+    assert engine.current_loss_scale == 1.0
 
 
 def test_the_config_is_the_resolved_plan_with_origins(engine):

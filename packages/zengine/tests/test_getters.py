@@ -35,6 +35,7 @@ EXPECTED = {
     "bfloat16_enabled": False,
     "fp16_auto_cast": True,
     "dynamic_loss_scale": True,
+    "loss_scale": 0.0,
     "zero_optimization_stage": 3,
     "zero_optimization": True,
     "zero_offload_optimizer": "none",

@@ -30,7 +30,7 @@ from zengine.engine.clock import Boundary
 from zengine.engine.engine import Engine
 from zengine.engine.parts import Run, TelemetrySlot
 from zengine.features.curriculum import SeqlenCurriculum
-from zprecision import DynamicScaling
+from zprecision import DynamicScaling, StaticScaling
 
 if TYPE_CHECKING:
     from zpartition.activations import Checkpointing
@@ -90,7 +90,9 @@ class DeepSpeedEngine(Engine):
     skipped_steps = Value[int]("Boundaries that did not.", lambda e: e.clock.skipped_steps)
     micro_steps = Value[int]("Calls of `step` so far.", lambda e: e.clock.micro_steps)
     global_samples = Value[int]("Samples of all complete steps, over all replicas.", lambda e: e.clock.samples)
-    loss_scale = Value[float]("Factor of the next loss.", lambda e: float(e.parts.scaler.factor))
+    current_loss_scale = Value[float](
+        "Factor of the next loss (not DeepSpeed's).", lambda e: float(e.parts.scaler.factor)
+    )
 
     def was_step_applied(self) -> bool:
         """Return True if the last boundary changed the weights."""
@@ -282,6 +284,10 @@ class DeepSpeedEngine(Engine):
     )
     torch_autocast_lower_precision_safe_modules = Setting[list[str]](
         "Classes whose parameters' gradients are reduced in the lower dtype.", lambda p: list(p.zero.narrow_classes)
+    )
+    loss_scale = Setting[float](
+        "The config's constant loss scale; 0: dynamic, or none. The present one is `current_loss_scale`.",
+        lambda p: p.scaling.factor if isinstance(p.scaling, StaticScaling) else 0.0,
     )
     dynamic_loss_scale = Setting[bool]("The loss scale moves.", lambda p: isinstance(p.scaling, DynamicScaling))
     communication_data_type = Value[torch.dtype](

@@ -43,7 +43,7 @@ _DEEPSPEEDS = (
     "amp_enabled curriculum_enabled_legacy prescale_gradients sparse_gradients_enabled"  # of older versions
 )
 DEEPSPEEDS = frozenset(_DEEPSPEEDS.split())
-OURS = {"activation_checkpointing", "applied_steps", "curriculum_seqlen", "set_lr"}
+OURS = {"activation_checkpointing", "applied_steps", "curriculum_seqlen", "current_loss_scale", "set_lr"}
 _ENGINES = (
     "add_feature backward clock close forward last_report load_checkpoint load_state_dict load_weights module "
     "no_sync parts paused plan report_tokens restart_step restore_from_memory save_checkpoint scale span state_dict "
