@@ -91,8 +91,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # DeepSpeed's names for objects of the packages
     "deepspeed/": {
+        # loss scales of a loop of one's own, and of an engine
+        "zprecision": {"DynamicScaler", "DynamicScaling", "Scaler", "StaticScaling", "make_scaler"},
         "zoptim": {
-            *("Adam", "Adagrad", "LAMB", "Lion"),
+            *("Adam", "AdamW", "Adagrad", "LAMB", "Lion"),
+            "FlatOptimizer",  # optimizers that can be sharded
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {

@@ -1,55 +1,39 @@
 """`deepspeed.initialize`: zengine's, with DeepSpeed's arguments.
 
-It adds the leaf modules of `set_z3_leaf_modules`, an `overflow` flag on the optimizer (by which Accelerate detects a
-skipped step), the marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.
+It adds the leaf modules of `set_z3_leaf_modules`, DeepSpeed's class of the optimizer (returned_optimizer.py), the
+marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 import zcomm
+import zoptim
 import zpartition
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
 from zengine.deepspeed.marks import ZeroMarks
+from zengine.deepspeed.returned_optimizer import ReturnedOptimizer
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
-from zengine.features import Feature
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
 from zpartition import tensor
 
-if TYPE_CHECKING:
-    from zengine.engine.parts import Run
-    from zengine.step_report import StepReport
-
 __all__ = ["initialize", "tp_model_init"]
 
 log = logging.getLogger("zengine")
-
-
-@final
-class OverflowFlag(Feature):
-    """`optimizer.overflow`: True if the last boundary skipped the update."""
-
-    def attach(self, run: Run) -> None:
-        optimizer: Any = run.optimizer
-        self._optimizer = optimizer
-        if optimizer is not None:
-            optimizer.overflow = False
-
-    def step_end(self, report: StepReport) -> None:
-        if self._optimizer is not None:
-            self._optimizer.overflow = not report.applied
+_TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, zoptim.FlatOptimizer)
 
 
 @zpartition.suspend_init()
@@ -72,11 +56,16 @@ def initialize(
 
     mesh_param: a DeviceMesh, or DeepSpeed's (data parallel, sequence parallel) sizes.
 
-    Raises what `zengine.initialize` does, and ValueError for sizes that do not match the world size.
+    Raises what `zengine.initialize` does, and
+        ValueError: sizes do not match the world size.
+        AssertionError (DeepSpeed's): the schedule is torch's, and the optimizer is not an object; or the config says
+            that the optimizer is none that may be sharded.
     """
     args, model, config = by_position(args, model, config)
+    _check_schedule(optimizer, lr_scheduler)
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
+    _check_tested(optimizer, read(given).data)
     found = make_engine(
         model=model,
         optimizer=optimizer,
@@ -93,7 +82,7 @@ def initialize(
     groups.mpu = mpu
     groups.use(found[0])
     mark_configured(found[0].module, found[0].plan.leaf_modules)
-    found[0].add_feature(OverflowFlag())
+    found[0].add_feature(ReturnedOptimizer(is_clients=optimizer is not None, mpu=mpu))
     found[0].add_feature(ZeroMarks())
     checkpointing.adopt_settings(found[0].plan.activations, found[0].parts.partition.mp_group)
     return found
@@ -119,6 +108,25 @@ def tp_model_init(
     if kwargs:
         raise TypeError(f"tp_model_init() got {', '.join(kwargs)}; allowed are model, tp_size, dtype, config, inputs")
     return tensor.tp_model_init(model, tp_size, dtype, config, inputs=inputs)
+
+
+def _check_schedule(optimizer: object, lr_scheduler: object) -> None:
+    """Require that a torch schedule belongs to an optimizer that the caller passes, too."""
+    assert not isinstance(lr_scheduler, LRScheduler) or isinstance(optimizer, torch.optim.Optimizer), (
+        f"initialize(lr_scheduler=) got a {type(lr_scheduler).__name__}, which sets the rates of its own optimizer: "
+        "pass that as optimizer=, or pass a function optimizer -> schedule"
+    )
+
+
+def _check_tested(optimizer: object, data: object) -> None:
+    """Require an optimizer that DeepSpeed has tested with ZeRO, if "zero_allow_untested_optimizer" is false."""
+    if not isinstance(data, Mapping) or data.get("zero_allow_untested_optimizer", True) is not False:
+        return
+    is_tested = not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _TESTED)
+    assert is_tested or not _section(data, "zero_optimization").get("stage", 0), (
+        f"{type(optimizer).__name__} is an untested ZeRO optimizer, and the config has "
+        '"zero_allow_untested_optimizer": false. Here every elementwise torch optimizer can be sharded: leave it out.'
+    )
 
 
 def _resolve_mesh(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:

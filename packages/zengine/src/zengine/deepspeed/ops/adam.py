@@ -23,7 +23,12 @@ class _DeepSpeedAdam(zoptim.Adam):
     @property
     def checkpoint_kind(self) -> str:
         """Rule of the state: "AdamW" or "Adam"."""
-        return "AdamW" if self.param_groups[0]["decoupled_weight_decay"] else "Adam"
+        return "AdamW" if self.adam_w_mode else "Adam"
+
+    @property
+    def adam_w_mode(self) -> bool:
+        """True if the decay is decoupled (AdamW)."""
+        return bool(self.param_groups[0]["decoupled_weight_decay"])
 
 
 class FusedAdam(_DeepSpeedAdam):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from zengine.deepspeed.runtime import (
     activation_checkpointing,
+    base_optimizer,
+    bf16_optimizer,
     config,
     constants,
     engine,
+    fp16,
     lr_schedules,
     pipe,
     sequence_parallel,
@@ -16,9 +19,12 @@ from zengine.deepspeed.runtime import (
 
 __all__ = [
     "activation_checkpointing",
+    "base_optimizer",
+    "bf16_optimizer",
     "config",
     "constants",
     "engine",
+    "fp16",
     "lr_schedules",
     "pipe",
     "sequence_parallel",

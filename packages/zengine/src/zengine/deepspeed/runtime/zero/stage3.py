@@ -5,14 +5,34 @@ DeepSpeed's formulas exclude activations and buffers; zpartition.plan() counts w
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
+
+from zengine.deepspeed.runtime.base_optimizer import ZeROOptimizer
+from zpartition import local_weight
 
 __all__ = [
+    "DeepSpeedZeroOptimizer_Stage3",
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "model_to_params",
 ]
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
+    """Optimizer of an engine at stage 3."""
+
+    __slots__ = ()
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """`fp32_groups_flat`."""
+        return self.fp32_groups_flat
+
+    @property
+    def fp16_partitioned_groups(self) -> list[list[Tensor]]:
+        """This rank's elements of the module's trained parameters, flat, by parameter group."""
+        return [[local_weight(param) for param in group] for group in self.fp16_groups]
 
 
 def estimate_zero3_model_states_mem_needs(
