@@ -172,3 +172,12 @@ def test_it_does_not_keep_a_deleted_engine_alive():
 def test_the_classes_make_no_optimizers():
     with pytest.raises(TypeError, match=r"FP16_Optimizer is made by deepspeed\.initialize\(optimizer=\.\.\.\)"):
         FP16_Optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+
+
+def test_a_state_dict_is_loaded_while_the_class_is_deepspeeds():
+    engine, optimizer = make({**ADAM, "zero_optimization": {"stage": 1}})
+    train(engine)
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = engine.module.weight.detach().clone()
+    train(engine)
+    assert not torch.equal(engine.module.weight, before)

@@ -113,13 +113,6 @@ def test_a_model_is_split_by_its_own_name_for_it():
     assert run_ranks(check_split, 2) == [(expected, expected, expected)] * 2
 
 
-def test_a_torch_schedule_needs_its_optimizer():
-    net = model()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD(net.parameters(), lr=0.1), 0.5)
-    with pytest.raises(AssertionError, match="got a ExponentialLR, which sets the rates of its own optimizer"):
-        deepspeed.initialize(model=net, config=CONFIG, lr_scheduler=schedule)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 def test_untested_optimizers_are_rejected_if_the_config_says_so(kind):
     net = model()

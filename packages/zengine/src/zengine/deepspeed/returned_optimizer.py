@@ -60,7 +60,6 @@ class ReturnedOptimizer(Feature):
         own: Any = type(optimizer)
         inner: Any = type(None) if self._is_clients else _deepspeeds_class(own, run.plan)
         wrapper: Any = _wrapper(own if inner is type(None) else inner, run)
-        kinds = tuple(kind for kind in (inner, wrapper) if kind is not type(None))
         if wrapper is type(None):
             optimizer.overflow = False
         else:
@@ -70,8 +69,10 @@ class ReturnedOptimizer(Feature):
                 find_partition=weakref.ref(run.parts.partition),
                 mpu=self._mpu,
             )
-        if kinds:
-            own_names = frozenset(name for name in vars(optimizer) if any(hasattr(kind, name) for kind in kinds))
+        if (inner, wrapper) != (type(None), type(None)):
+            own_names = frozenset(
+                name for name in vars(optimizer) if hasattr(wrapper, name) and not hasattr(own, name)
+            )
             optimizer.__class__ = _derived(own, inner, wrapper, own_names)
         if self._facts is not None:
             optimizer.engine_facts = self._facts
@@ -96,7 +97,7 @@ class ReturnedOptimizer(Feature):
 
 
 def _deepspeeds_class(own: type[Any], plan: Plan) -> type[Any]:
-    """Return DeepSpeed's class of an optimizer of class `own` that the config made; NoneType if DeepSpeed takes torch's."""
+    """Return DeepSpeed's class for one of class `own` that the config made; NoneType if DeepSpeed takes torch's."""
     is_on_host = plan.offloads.get("offload_optimizer", "none") != "none"
     classes: dict[type[Any], tuple[type[Any], type[Any]]] = {
         zoptim.Adam: (FusedAdam, DeepSpeedCPUAdam),

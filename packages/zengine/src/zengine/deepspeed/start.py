@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import zcomm
 import zoptim
@@ -58,11 +57,9 @@ def initialize(
 
     Raises what `zengine.initialize` does, and
         ValueError: sizes do not match the world size.
-        AssertionError (DeepSpeed's): the schedule is torch's, and the optimizer is not an object; or the config says
-            that the optimizer is none that may be sharded.
+        AssertionError (DeepSpeed's): the config says that the optimizer is none that may be sharded.
     """
     args, model, config = by_position(args, model, config)
-    _check_schedule(optimizer, lr_scheduler)
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
     _check_tested(optimizer, read(given).data)
@@ -108,14 +105,6 @@ def tp_model_init(
     if kwargs:
         raise TypeError(f"tp_model_init() got {', '.join(kwargs)}; allowed are model, tp_size, dtype, config, inputs")
     return tensor.tp_model_init(model, tp_size, dtype, config, inputs=inputs)
-
-
-def _check_schedule(optimizer: object, lr_scheduler: object) -> None:
-    """Require that a torch schedule belongs to an optimizer that the caller passes, too."""
-    assert not isinstance(lr_scheduler, LRScheduler) or isinstance(optimizer, torch.optim.Optimizer), (
-        f"initialize(lr_scheduler=) got a {type(lr_scheduler).__name__}, which sets the rates of its own optimizer: "
-        "pass that as optimizer=, or pass a function optimizer -> schedule"
-    )
 
 
 def _check_tested(optimizer: object, data: object) -> None:

@@ -188,9 +188,9 @@ class Clock:
         micro = self.micro_step()
         if micro.is_last and self.sync is Sync.LOCAL:
             raise CallOrderError(
-                f"step() {self.position} would update the weights inside no_sync(), where gradients are not reduced. "
-                "It is illegal to call Engine.step() inside no_sync context manager: leave it before the last "
-                "backward of a step, or before its step()."
+                "It is illegal to call Engine.step() inside no_sync context manager: step() "
+                f"{self.position} would update the weights inside no_sync(), where gradients are not reduced. Leave "
+                "no_sync() before the last backward of a step, or before its step()."
             )
         self._count_micro_step()
         return micro
