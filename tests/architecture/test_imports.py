@@ -104,8 +104,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # DeepSpeed's names for objects of the packages
     "deepspeed/": {
+        # loss scales of a loop of one's own, and of an engine
+        "zprecision": {"DynamicScaler", "DynamicScaling", "Scaler", "StaticScaling", "make_scaler"},
         "zoptim": {
             *("Adam", "AdamW", "Adagrad", "LAMB", "Lion"),
+            "FlatOptimizer",  # optimizers that can be sharded
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
@@ -168,8 +171,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zoptim": {"kernels"},
         "zcomm": {"all_reduce", "transport", "transport_reason", "testing", "testing.run_ranks"},
     },
-    # True for a dynamic loss scale
-    "deepspeed_engine.py": {"zprecision": {"DynamicScaling"}},
+    # getters of the loss scale
+    "deepspeed_getters.py": {"zprecision": {"DynamicScaling", "StaticScaling"}},
+    # MoE layers; a value of all ranks
+    "deepspeed_engine.py": {"zcomm": {"all_gather", "group_size"}, "zpartition": {"experts.MoE"}},
     # recognizes a pipeline without an import
     "imports.py": {"zpartition": {"pipeline.PipelineModule"}},
     # the world comes before the parts; rank 0 measures bf16

@@ -44,6 +44,7 @@ ORDER = {
         *("_compat", "as_deepspeed", "imports", "trial_load", "step_report", "data", "config", "testing"),
         *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build"),
         *(
+            "deepspeed_getters",
             "deepspeed_engine",
             "pipeline_engine",
             "initialize",

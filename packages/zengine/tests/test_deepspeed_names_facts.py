@@ -31,7 +31,7 @@ def test_what_was_decided(engine):
     assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
     assert engine.gradient_clipping() == 0.5
     assert engine.get_lr() == [0.25]
-    assert engine.loss_scale == 1.0
+    assert engine.current_loss_scale == 1.0
 
 
 def test_the_config_is_the_resolved_plan_with_origins(engine):
@@ -82,7 +82,7 @@ def test_where_we_are(engine):
     assert (engine.micro_steps, engine.global_steps, engine.applied_steps, engine.skipped_steps) == (4, 1, 1, 0)
     assert engine.global_samples == 12
     assert engine.get_global_grad_norm() > 0
-    assert engine.was_step_applied()
+    assert not engine.was_step_applied()  # the last step() was between boundaries
     assert not engine.is_gradient_accumulation_boundary()
 
 
@@ -113,3 +113,40 @@ def test_the_schedule_is_settable_and_without_one_the_caller_advances_the_rates(
         engine.load_checkpoint(str(tmp_path), "without")
     engine.load_checkpoint(str(tmp_path), "without", load_lr_scheduler_states=False)
     assert engine.get_lr() == [0.25]
+
+
+def test_objects_of_the_caller_and_groups_of_the_ranks():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    own, *_ = zengine.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2},
+    )
+    assert own.client_optimizer is own.basic_optimizer is optimizer
+    assert (own.optimizer_name(), own.client_lr_scheduler, own.mpu) == ("SGD", None, None)
+    assert (own.mp_world_size, own.seq_dp_world_size, own.get_data_parallel_rank()) == (1, 1, 0)
+    assert (own.get_model_parallel_rank(), own.get_tensor_parallel_rank()) == (0, 0)
+    assert own.data_parallel_group == own.seq_data_parallel_group == own.parts.groups.data()
+    assert (own.has_moe_layers, own.num_experts, own.expert_parallel_group) == (False, [], {})
+    assert (own.pipeline_parallelism, own.gradient_average, own.inside_no_sync_ctxt) == (False, True, False)
+    assert own.param_names == {model.weight: "weight", model.bias: "bias"}
+    assert own.all_gather_scalar(torch.tensor([3]), own.data_parallel_group) == [torch.tensor([3])]
+    applied = []
+    for _ in range(3):
+        own.backward(own(torch.ones(1, 2)).sum())
+        own.step()
+        applied.append(own.was_step_applied())
+    assert applied == [False, True, False]
+    with own.no_sync():
+        assert own.inside_no_sync_ctxt
+
+
+def test_experts_are_known_to_the_engine():
+    from zpartition.experts import MoE
+
+    model = MoE(4, nn.Linear(4, 4), num_experts=2)
+    own, *_ = zengine.initialize(model=model, config={"train_batch_size": 1})
+    assert (own.has_moe_layers, own.num_experts) == (True, [2])
+    assert own.expert_parallel_group == {"ep_size_1": own.parts.groups.experts()}
+    assert own.expert_data_parallel_group == {"ep_size_1": own.parts.groups.expert_data()}

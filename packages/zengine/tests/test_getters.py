@@ -35,6 +35,7 @@ EXPECTED = {
     "bfloat16_enabled": False,
     "fp16_auto_cast": True,
     "dynamic_loss_scale": True,
+    "loss_scale": 0.0,
     "zero_optimization_stage": 3,
     "zero_optimization": True,
     "zero_offload_optimizer": "none",
@@ -71,3 +72,34 @@ def test_limits_of_stage_3_are_numbers(engine):
     assert engine.zero_model_persistence_threshold() == plan.persist_total_numel
     assert engine.zero_max_live_parameters() == plan.max_live_numel
     assert engine.zero_max_reuse_distance() == plan.max_reuse_numel
+
+
+def test_getters_of_what_zengine_does_not_have_say_that_it_is_off(engine):
+    off = ("autotuning_enabled", "pld_enabled", "eigenvalue_enabled", "is_deepcompile_enabled", "zero_legacy_stage1")
+    assert not any(getattr(engine, name)() for name in off)
+
+
+def test_getters_return_what_the_config_says():
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 3},
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "offload_optimizer": {"device": "cpu"}},
+        "flops_profiler": {"enabled": True, "profile_step": 4, "top_modules": 2},
+        "data_efficiency": {"enabled": False, "seed": 3},
+        "aio": {"queue_depth": 4},
+    }
+    engine = zengine.initialize(model=nn.Linear(2, 1), config=config)[0]
+    assert (engine.zero_quantized_weights(), engine.zero_quantized_gradients()) == (True, False)
+    assert (engine.zero_use_cpu_optimizer(), engine.zero_nvme_offload_optimizer()) == (True, False)
+    assert (engine.flops_profiler_enabled(), engine.flops_profiler_profile_step()) == (True, 4)
+    assert engine.initial_dynamic_scale() == 256.0
+    assert engine.dynamic_loss_scale_args() == {
+        "init_scale": 256.0,
+        "scale_window": 50,
+        "delayed_shift": 3,
+        "consecutive_hysteresis": False,
+        "min_scale": 1.0,
+    }
+    assert engine.data_efficiency_config() == {"enabled": False, "seed": 3}
+    assert engine.aio_config()["queue_depth"] == 4
+    engine.close()

@@ -243,7 +243,7 @@ def overflows(num_stages: int) -> list[Any]:
         found.append(
             (report.applied, report.loss_scale, report.reason, report.loss, report.grad_norm, report.samples)
         )
-    found.append((engine.applied_steps, engine.skipped_steps, engine.loss_scale))
+    found.append((engine.applied_steps, engine.skipped_steps, engine.current_loss_scale))
     engine.close()
     return found
 

@@ -57,3 +57,17 @@ def test_without_a_section_the_data_types_are_the_models(dtype: torch.dtype) -> 
     assert (engine.get_data_types(), engine.communication_data_type) == ((dtype, dtype), dtype)
     assert not engine.fp16_enabled()
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("section", "configured", "current"),
+    [
+        ({}, 0.0, 1.0),
+        ({"fp16": {**ON, "initial_scale_power": 4}}, 0.0, 16.0),
+        ({"fp16": {**ON, "loss_scale": 8}}, 8.0, 8.0),
+    ],
+)
+def test_loss_scale_is_a_method_that_returns_the_configs_constant(section, configured, current) -> None:
+    engine, *_ = zengine.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, **section})
+    assert (engine.loss_scale(), engine.current_loss_scale) == (configured, current)
+    engine.close()

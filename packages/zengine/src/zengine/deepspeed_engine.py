@@ -4,8 +4,8 @@
     engine.train_batch_size()                  # a setting: engine.plan.batch.train_batch_size
     engine.save_16bit_model("out")             # a verb: zengine.checkpoint.export
 
-A row of the table is `Value[type]` for an attribute, `Setting[type]` for a method without arguments, or a method
-with DeepSpeed's signature whose body is a call.  These names hide attributes of the module with the same name
+A row of the table is `Value[type]` for an attribute, or a method with DeepSpeed's signature whose body is a call; the
+getters of the config are in deepspeed_getters.py.  These names hide attributes of the module with the same name
 (packages/zengine/DEEPSPEED.md lists them); other names reach the module.
 """
 
@@ -19,22 +19,23 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+import zcomm
 from zengine.build import compile, loaders
 from zengine.build.trainable import dtype_of
 from zengine.checkpoint import export
 from zengine.config import Plan
 from zengine.data.loaders.base import Loader, PostProcess
+from zengine.deepspeed_getters import PlanGetters
 from zengine.engine import accumulation
-from zengine.engine.clock import Boundary
-from zengine.engine.engine import Engine
+from zengine.engine.clock import Boundary, Sync
 from zengine.engine.parts import ConstantRate, Run, TelemetrySlot
 from zengine.features.curriculum import SeqlenCurriculum
 from zengine.flops.feature import FlopsProfiling
 from zengine.flops.profiler import FlopsProfiler
-from zprecision import DynamicScaling
+from zengine.imports import is_imported, is_pipeline
 
 if TYPE_CHECKING:
     from zpartition.activations import Checkpointing
@@ -67,23 +68,19 @@ class Value(Generic[T]):
         raise AttributeError(f"engine.{self.name} cannot be set")
 
 
-class Setting(Generic[T]):
-    """Method of an engine without arguments that reads its plan."""
+@attrs.frozen(kw_only=True)
+class ClientObjects:
+    """Objects that the caller of `initialize` passed; None for those he did not."""
 
-    def __init__(self, doc: str, read: Callable[[Plan], T]) -> None:
-        self.__doc__ = doc
-        self.read = read
-
-    @overload
-    def __get__(self, engine: None, owner: type) -> Setting[T]: ...
-    @overload
-    def __get__(self, engine: DeepSpeedEngine, owner: type) -> Callable[[], T]: ...
-    def __get__(self, engine: DeepSpeedEngine | None, owner: type) -> Setting[T] | Callable[[], T]:
-        return self if engine is None else lambda: self.read(engine.plan)
+    optimizer: Any = None  # or a function of the parameters
+    scheduler: Any = None  # or a function of the optimizer
+    mpu: Any = None
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(PlanGetters):
     """Engine with DeepSpeed's names; `zengine.initialize` returns one."""
+
+    _client = ClientObjects()  # `initialize` replaces it
 
     # -- counters, and the last step -------------------------------------------------------------
 
@@ -94,11 +91,13 @@ class DeepSpeedEngine(Engine):
     skipped_steps = Value[int]("Boundaries that did not.", lambda e: e.clock.skipped_steps)
     micro_steps = Value[int]("Calls of `step` so far.", lambda e: e.clock.micro_steps)
     global_samples = Value[int]("Samples of all complete steps, over all replicas.", lambda e: e.clock.samples)
-    loss_scale = Value[float]("Factor of the next loss.", lambda e: float(e.parts.scaler.factor))
+    current_loss_scale = Value[float](
+        "Factor of the next loss (not DeepSpeed's).", lambda e: float(e.parts.scaler.factor)
+    )
 
     def was_step_applied(self) -> bool:
-        """Return True if the last boundary changed the weights."""
-        return bool(self.last_report)
+        """Return True if the last `step` changed the weights; False between boundaries."""
+        return bool(self.last_report) and self.clock.index == 0
 
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last boundary, before clipping, unscaled; None before the first."""
@@ -116,6 +115,18 @@ class DeepSpeedEngine(Engine):
     monitor = Value[TelemetrySlot](
         'Charts on rank 0: `engine.monitor.write_events([("eval/loss", 1.5, engine.global_samples)])`.',
         lambda e: e.parts.telemetry,
+    )
+
+    client_optimizer = Value[Any](
+        "The caller's optimizer or function; None without it.", lambda e: e._client.optimizer
+    )
+    client_lr_scheduler = Value[Any](
+        "The caller's schedule or function; None without it.", lambda e: e._client.scheduler
+    )
+    basic_optimizer = Value[torch.optim.Optimizer | None]("`optimizer`: there is no wrapper.", lambda e: e.optimizer)
+    mpu = Value[Any]("The caller's `mpu`; None without it.", lambda e: e._client.mpu)
+    param_names = Value[dict[nn.Parameter, str]](
+        "Names of the module's parameters.", lambda e: {each: name for name, each in e.module.named_parameters()}
     )
 
     flops_profiler = Value[FlopsProfiler | None](
@@ -158,23 +169,57 @@ class DeepSpeedEngine(Engine):
         "Process group of the ranks that split this rank's samples, in token order.",
         lambda e: e.parts.groups.sequence(),
     )
-    autotp_size = Setting[int]("Ranks that split the layers of one model.", lambda p: p.parallel.degrees.tensor)
+
+    seq_data_parallel_group = Value[ProcessGroup | None](
+        "Process group of the ranks that sum gradients.", lambda e: e.parts.groups.gradient()
+    )
+    seq_dp_world_size = Value[int]("Ranks that sum gradients.", lambda e: e.plan.parallel.gradient_ranks)
+    data_parallel_group = Value[ProcessGroup | None](
+        "Process group of the replicas.", lambda e: e.parts.groups.data()
+    )
+    mp_world_size = Value[int](
+        "Ranks that split the layers of one model.", lambda e: len(e.parts.groups.ranks("tensor"))
+    )
+    expert_parallel_group = Value[dict[str, ProcessGroup | None]](
+        'Process groups that shard experts, by name: {"ep_size_2": group}; empty without MoE layers.',
+        lambda e: {name: e.parts.groups.experts() for name in _expert_group_names(e)},
+    )
+    expert_data_parallel_group = Value[dict[str, ProcessGroup | None]](
+        "Process groups of the ranks that hold the same experts, by those names.",
+        lambda e: {name: e.parts.groups.expert_data() for name in _expert_group_names(e)},
+    )
+    dist_backend = Value[str | None](
+        "Backend of the process groups; None in one process.",
+        lambda e: torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+    )
+    has_moe_layers = Value[bool]("The module has MoE layers.", lambda e: bool(_moe_layers(e.module)))
+    num_experts = Value[list[int]](
+        "Experts of each MoE layer.", lambda e: [int(each.num_experts) for each in _moe_layers(e.module)]
+    )
+    pipeline_parallelism = Value[bool]("The module is a PipelineModule.", lambda e: is_pipeline(e.module))
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
         """Return `seq_parallel_group`."""
         return self.seq_parallel_group
 
-    # -- batches and accumulation ----------------------------------------------------------------
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's index among the replicas."""
+        groups = self.parts.groups
+        return groups.ranks("replicate", "shard").index(groups.rank)
 
-    train_batch_size = Setting[int]("Samples of a step, over all replicas.", lambda p: p.batch.train_batch_size)
-    train_micro_batch_size_per_gpu = Setting[int](
-        "Samples of a forward on one rank.", lambda p: p.batch.micro_batch_size
-    )
-    gradient_accumulation_steps = Setting[int]("Micro-steps of a step.", lambda p: p.batch.accumulation)
-    get_batch_info = Setting[tuple[int, int, int]](
-        "(train batch size, micro-batch size, accumulation).",
-        lambda p: (p.batch.train_batch_size, p.batch.micro_batch_size, p.batch.accumulation),
-    )
+    def get_model_parallel_rank(self) -> int:
+        """Return this rank's index among the ranks that split the layers."""
+        return self.parts.groups.ranks("tensor").index(self.parts.groups.rank)
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def all_gather_scalar(self, value: Tensor, dp_group: ProcessGroup | None) -> list[Tensor]:
+        """Return `value` of each rank of `dp_group`; it has the same shape on all of them, which all call."""
+        gathered = value.new_empty(zcomm.group_size(dp_group) * value.numel())
+        zcomm.all_gather(gathered, value.detach().reshape(-1).contiguous(), dp_group, label="all_gather_scalar")
+        return [each.view(value.shape) for each in gathered.chunk(zcomm.group_size(dp_group))]
+
+    # -- batches and accumulation ----------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the samples per step from the next step on, by changing only the accumulation.
@@ -204,17 +249,6 @@ class DeepSpeedEngine(Engine):
 
     # -- gradients -------------------------------------------------------------------------------
 
-    gradient_clipping = Setting[float]("Global norm that gradients are clipped to; 0 = off.", lambda p: p.clip_norm)
-    gradient_predivide_factor = Setting[float](
-        "Divisor of gradients before they are summed.", lambda p: p.zero.averaging.predivide
-    )
-    prescale_gradients = Setting[bool](
-        "Gradients are divided by the replicas before they are summed.", lambda p: p.zero.averaging.prescale
-    )
-    sparse_gradients_enabled = Setting[bool](
-        "Sparse embeddings exchange rows.", lambda p: p.zero.sparse_gradients.value == "rows"
-    )
-
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Reduce the sum of several backwards once, at the end of the block.  Costs the memory of `no_sync`."""
         return accumulation.coalesce_grad_reduction(self._run)
@@ -226,20 +260,17 @@ class DeepSpeedEngine(Engine):
         """
         accumulation.reduce_gradients(self._run)
 
+    gradient_average = Value[bool](
+        "Gradients are the mean over ranks, not the sum.", lambda e: e.plan.zero.averaging.operation == "mean"
+    )
+    inside_no_sync_ctxt = Value[bool]("A `no_sync` block is open.", lambda e: e.clock.sync is Sync.LOCAL)
+
     # -- optimizer and schedule ------------------------------------------------------------------
 
-    optimizer_name = Setting[str | None](
-        "The config's optimizer; None: the caller's, or none.", lambda p: p.optimizer.type or None
-    )
-    optimizer_params = Setting[dict[str, Any]](
-        "Options of the config's optimizer.", lambda p: dict(p.optimizer.params)
-    )
-    scheduler_name = Setting[str | None](
-        "The config's schedule; None: the caller's, or none.", lambda p: p.scheduler.type or None
-    )
-    scheduler_params = Setting[dict[str, Any]](
-        "Options of the config's schedule.", lambda p: dict(p.scheduler.params)
-    )
+    def optimizer_name(self) -> str | None:
+        """Return the class of the caller's optimizer, else the config's name of it; None if neither has one."""
+        is_given = self._client.optimizer is not None
+        return type(self.optimizer).__name__ if is_given else self.plan.optimizer.type or None
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group; 0 for a group without one."""
@@ -280,34 +311,6 @@ class DeepSpeedEngine(Engine):
 
     # -- precision -------------------------------------------------------------------------------
 
-    fp16_enabled = Setting[bool]("Parameters are float16.", lambda p: p.precision.param == torch.float16)
-    bfloat16_enabled = Setting[bool]("Parameters are bfloat16.", lambda p: p.precision.param == torch.bfloat16)
-    fp16_auto_cast = Setting[bool](
-        "Floating inputs of forward are cast to the parameters' dtype.", lambda p: p.cast_inputs
-    )
-    fp16_master_weights_and_gradients = Setting[bool](
-        "The optimizer updates float16 weights themselves.", lambda p: p.precision.master == torch.float16
-    )
-    bf16_master_weights_and_gradients = Setting[bool](
-        "The optimizer updates bfloat16 weights themselves.", lambda p: p.precision.master == torch.bfloat16
-    )
-    bf16_optimizer_states = Setting[bool](
-        "Optimizer states in bfloat16 are requested for such masters.", lambda p: p.numerics.narrow_states
-    )
-    amp_enabled = Setting[bool](
-        "The amp section is on; torch.autocast implements it.", lambda p: bool(p.numerics.amp_level)
-    )
-    torch_autocast_enabled = Setting[bool](
-        "Forward runs under torch.autocast.", lambda p: p.numerics.autocast != torch.float32
-    )
-    torch_autocast_dtype = Setting[torch.dtype | None](
-        "Lower dtype of torch.autocast; None without it.",
-        lambda p: None if p.numerics.autocast == torch.float32 else p.numerics.autocast,
-    )
-    torch_autocast_lower_precision_safe_modules = Setting[list[str]](
-        "Classes whose parameters' gradients are reduced in the lower dtype.", lambda p: list(p.zero.narrow_classes)
-    )
-    dynamic_loss_scale = Setting[bool]("The loss scale moves.", lambda p: isinstance(p.scaling, DynamicScaling))
     communication_data_type = Value[torch.dtype](
         "Dtype in which most gradients are reduced.", lambda e: e.plan.precision.reduce or dtype_of(e.module)
     )
@@ -318,40 +321,6 @@ class DeepSpeedEngine(Engine):
         return param, self.plan.zero.accumulate_for(param)
 
     # -- ZeRO ------------------------------------------------------------------------------------
-
-    zero_optimization_stage = Setting[int]("ZeRO stage.", lambda p: p.zero.stage)
-    zero_optimization = Setting[bool]("Something is sharded.", lambda p: p.zero.stage > 0)
-    zero_optimization_partition_gradients = Setting[bool]("Gradients are sharded.", lambda p: p.zero.stage >= 2)
-    zero_optimization_partition_weights = Setting[bool]("Weights are sharded.", lambda p: p.zero.stage >= 3)
-    zero_offload_optimizer = Setting[str](
-        'Tier of optimizer states: "none", "cpu" or "nvme".', lambda p: p.offloads.get("offload_optimizer", "none")
-    )
-    zero_offload_param = Setting[str](
-        'Tier of sharded weights: "none", "cpu" or "nvme".', lambda p: p.offloads.get("offload_param", "none")
-    )
-    zero_cpu_offload = Setting[bool](
-        "Optimizer states are on the host.", lambda p: p.offloads.get("offload_optimizer", "none") == "cpu"
-    )
-    zero_overlap_comm = Setting[bool]("Reductions overlap with backward.", lambda p: p.zero.overlap)
-    zero_ignore_unused_parameters = Setting[bool](
-        "Parameters without a gradient are no error.", lambda p: p.zero.ignore_unused
-    )
-    zero_reduce_bucket_size = Setting[int](
-        "Elements of a bucket; 0: from the model's size.", lambda p: p.zero.bucket_numel
-    )
-    zero_prefetch_bucket_size = Setting[int]("Elements gathered ahead at stage 3.", lambda p: p.zero.prefetch_numel)
-    zero_param_persistence_threshold = Setting[int](
-        "Parameters of fewer elements stay whole at stage 3.", lambda p: p.zero.persist_numel
-    )
-    zero_model_persistence_threshold = Setting[int](
-        "Elements of all such parameters, at most.", lambda p: p.zero.persist_total_numel
-    )
-    zero_max_live_parameters = Setting[int](
-        "Elements that may stay gathered after forward.", lambda p: p.zero.max_live_numel
-    )
-    zero_max_reuse_distance = Setting[int](
-        "Elements between two uses that keep a weight whole.", lambda p: p.zero.max_reuse_numel
-    )
 
     def offload_states(
         self,
@@ -439,21 +408,8 @@ class DeepSpeedEngine(Engine):
         """Return True: saves of whole weights work at every stage, whatever the config says."""
         return True
 
-    checkpoint_tag_validation_enabled = Setting[bool](
-        "Ranks compare the tags of checkpoints.", lambda p: p.checkpoint.tag_validation != "IGNORE"
-    )
-    checkpoint_tag_validation_fail = Setting[bool](
-        "Different tags are an error.", lambda p: p.checkpoint.tag_validation == "FAIL"
-    )
-
     # -- data ------------------------------------------------------------------------------------
 
-    dataloader_drop_last = Setting[bool]("The last, partial batch is left out.", lambda p: p.data.drop_last)
-    curriculum_enabled_legacy = Setting[bool](
-        "The section `curriculum_learning` is on.", lambda p: bool(p.data.seqlen)
-    )
-    curriculum_learning_enabled = Setting[bool]("The curriculum over samples is on.", lambda p: bool(p.data.metrics))
-    random_ltd_enabled = Setting[bool]("Random-LTD is on.", lambda p: bool(p.data.ltd))
     curriculum_seqlen = Value[int](
         "Tokens of a sequence in the running step, by `curriculum_learning`; 0: no limit (not DeepSpeed's).",
         lambda e: next((each.seqlen for each in e._features if isinstance(each, SeqlenCurriculum)), 0),
@@ -512,11 +468,6 @@ class DeepSpeedEngine(Engine):
 
     # -- the process -----------------------------------------------------------------------------
 
-    steps_per_print = Setting[int]("Steps between console lines; 0 = never.", lambda p: p.telemetry.steps_per_print)
-    wall_clock_breakdown = Setting[bool]("Phases are timed.", lambda p: p.telemetry.wall_clock_breakdown)
-    memory_breakdown = Setting[bool]("Memory is read at each phase.", lambda p: p.telemetry.memory_breakdown)
-    dump_state = Setting[bool]("The plan was printed at start.", lambda p: p.dump_state)
-
     def compile(
         self,
         backend: str | Callable[..., Any] = "inductor",
@@ -562,3 +513,16 @@ def _offload_states(
     run.parts.partition.offload_states(names, pin=pin_memory, directory=directory if device == "nvme" else "")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _moe_layers(module: nn.Module) -> list[Any]:
+    """Return the MoE layers of `module`; nothing is imported for a model without."""
+    if not is_imported("zpartition.experts"):
+        return []
+    from zpartition.experts import MoE
+
+    return [each for each in module.modules() if isinstance(each, MoE)]
+
+
+def _expert_group_names(engine: DeepSpeedEngine) -> list[str]:
+    return [f"ep_size_{engine.parts.groups.expert}"] if engine.has_moe_layers else []

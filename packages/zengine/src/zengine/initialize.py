@@ -137,6 +137,7 @@ def initialize(
         scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
+        mpu=mpu,
     )
     engine = make_engine(model, client, plan, world, groups)
     _warn(world, warning_of_collisions(engine))
@@ -153,7 +154,7 @@ def make_engine(
         from zengine.build.pipeline import fit_plan
         from zengine.build.trainable import dtypes_of
         from zengine.config.plan.fit_model import adapt_to_model
-        from zengine.deepspeed_engine import DeepSpeedEngine
+        from zengine.deepspeed_engine import ClientObjects, DeepSpeedEngine
         from zengine.engine.optimizer_calls import OptimizerCalls
         from zengine.features.builtin import LoaderMarks
     plan, notice = adapt_to_model(fit_plan(model, plan), dtypes_of(model))
@@ -166,6 +167,7 @@ def make_engine(
         engine: DeepSpeedEngine = PipelineEngine(model, parts, plan, pipeline)
     else:
         pipeline, engine = None, DeepSpeedEngine(model, parts, plan)
+    engine._client = ClientObjects(optimizer=client.optimizer, scheduler=client.scheduler, mpu=client.mpu)
     try:
         if parts.optimizer.scaled is not None:
             engine.add_feature(

@@ -58,7 +58,7 @@ def goes_back(directory: str, stage: int, scaled: bool, zero: dict[str, Any]) ->
     optimizer.param_groups[0]["lr"] = 7.0
     for _ in range(2):  # as often as one likes, before the disk has it and after
         assert engine.restore_from_memory() == {"note": 5}
-        assert (engine.global_steps, engine.loss_scale > 1) == (2, scaled)
+        assert (engine.global_steps, engine.current_loss_scale > 1) == (2, scaled)
         assert steps(engine, iter(loader), 3) == expected
         engine.wait_for_checkpoint()
     engine.close()

@@ -214,7 +214,7 @@ def test_another_kind_of_schedule_is_named_and_another_scaler_starts_afresh(tmp_
         make().load_checkpoint(tmp_path)
     half = make(fp16={"enabled": True, "initial_scale_power": 4}, **warmup)
     half.load_checkpoint(tmp_path)
-    assert half.loss_scale == 16.0
+    assert half.current_loss_scale == 16.0
     assert "the loss scale starts from its initial value" in caplog.text
 
 

@@ -139,3 +139,23 @@ def check_split() -> tuple[list[str], list[str], list[str]]:
 def test_a_model_is_split_by_its_own_name_for_it():
     expected = ["ColumnLinear torch.bfloat16", "RowLinear torch.bfloat16"]
     assert run_ranks(check_split, 2) == [(expected, expected, expected)] * 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_untested_optimizers_are_rejected_if_the_config_says_so(kind):
+    net = model()
+    config = {"train_batch_size": 1, "zero_allow_untested_optimizer": False, "zero_optimization": {"stage": 1}}
+    optimizer = kind(net.parameters(), lr=0.1)
+    if kind is torch.optim.Adam:
+        assert deepspeed.initialize(model=net, config=config, optimizer=optimizer)[1] is optimizer
+    else:
+        with pytest.raises(AssertionError, match="SGD is an untested ZeRO optimizer"):
+            deepspeed.initialize(model=net, config=config, optimizer=optimizer)
+
+
+def test_a_step_inside_no_sync_is_an_assertion_error_as_in_deepspeed():
+    engine = deepspeed.initialize(model=model(), config=CONFIG)[0]
+    with engine.no_sync():
+        engine.backward(engine(torch.ones(2, 3)).mean())
+        with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
+            engine.step()

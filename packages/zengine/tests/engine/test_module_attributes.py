@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zengine.deepspeed_engine import DeepSpeedEngine
+from zengine.deepspeed_getters import PlanGetters
 from zengine.engine.engine import Engine
 from zengine.engine.module_attributes import collisions, public_names
 from zengine.pipeline_engine import PipelineEngine
@@ -40,10 +41,31 @@ _DEEPSPEEDS = (
     "zero_offload_param zero_optimization zero_optimization_partition_gradients zero_optimization_partition_weights "
     "zero_optimization_stage zero_overlap_comm zero_param_persistence_threshold zero_prefetch_bucket_size "
     "zero_reduce_bucket_size "
+    "aio_config all_gather_scalar autotuning_enabled autotuning_profile_model_info basic_optimizer "
+    "checkpoint_serialization_enabled checkpoint_writer_enabled client_lr_scheduler client_optimizer compile_autosp "
+    "compile_autotp compile_zero_optimization_stage cpuadam_cores_perc curriculum_learning_config "
+    "data_efficiency_config data_efficiency_enabled data_parallel_group data_sampling_config data_sampling_enabled "
+    "dist_backend dynamic_loss_scale_args expert_data_parallel_group expert_parallel_group flops_profiler_detailed "
+    "flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step "
+    "flops_profiler_recompute_fwd_factor flops_profiler_top_modules get_data_parallel_rank get_model_parallel_rank "
+    "get_tensor_parallel_rank gradient_average has_moe_layers initial_dynamic_scale inside_no_sync_ctxt "
+    "is_deepcompile_active is_deepcompile_enabled is_first_weights_partition_group is_sanity_checks_enabled "
+    "load_universal_checkpoint log_level managed_gradient_accumulation mp_world_size mpu num_experts "
+    "optimizer_legacy_fusion param_names pipeline_parallelism postscale_gradients random_ltd_config "
+    "seq_data_parallel_group seq_dp_world_size super_offload swap_tensor_config tensor_parallel_config "
+    "use_node_local_storage uses_parallelization_pass_only zenflow_config zero_allgather_bucket_size "
+    "zero_allgather_partitions zero_allgather_sequential zero_allow_untested_optimizer zero_compute_grad_norm "
+    "zero_contiguous_gradients zero_elastic_checkpoint zero_force_ds_cpu_optimizer zero_hpz_partition_size "
+    "zero_legacy_stage1 zero_load_from_fp32_weights zero_log_trace_cache_warnings zero_module_granularity_threshold "
+    "zero_multi_rank_bucket_allreduce zero_nvme_offload_optimizer zero_parameter_alignment zero_partial_offload "
+    "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights zero_reduce_scatter "
+    "zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory zero_sub_group_size zero_use_cpu_optimizer "
+    "csv_monitor_enabled curriculum_params_legacy eigenvalue_enabled elasticity_enabled pld_enabled "  # of older ones
+    "quantize_training_enabled tensorboard_enabled wandb_enabled "
     "amp_enabled curriculum_enabled_legacy prescale_gradients sparse_gradients_enabled"  # of older versions
 )
 DEEPSPEEDS = frozenset(_DEEPSPEEDS.split())
-OURS = {"activation_checkpointing", "applied_steps", "curriculum_seqlen", "set_lr"}
+OURS = {"activation_checkpointing", "applied_steps", "curriculum_seqlen", "current_loss_scale", "set_lr"}
 _ENGINES = (
     "add_feature backward clock close forward last_report load_checkpoint load_state_dict load_weights module "
     "no_sync parts paused plan report_tokens restart_step restore_from_memory save_checkpoint scale span state_dict "
@@ -127,7 +149,7 @@ def test_an_engine_is_a_module_with_few_public_members():
 
 
 def test_every_public_name_is_the_engines_or_deepspeeds_and_is_documented():
-    table = {name for name in vars(DeepSpeedEngine) if not name.startswith("_")}
+    table = {name for name in (*vars(DeepSpeedEngine), *vars(PlanGetters)) if not name.startswith("_")}
     assert table - DEEPSPEEDS == OURS
     pipelines = {name for name in vars(PipelineEngine) if not name.startswith("_")} - ENGINES
     assert pipelines - DEEPSPEEDS == {"pipeline"}
@@ -138,6 +160,7 @@ def test_every_public_name_is_the_engines_or_deepspeeds_and_is_documented():
 
 
 def test_every_line_of_the_table_says_what_it_is():
-    assert not [name for name, each in vars(DeepSpeedEngine).items() if not name.startswith("_") and not each.__doc__]
+    table = {**vars(DeepSpeedEngine), **vars(PlanGetters)}
+    assert not [name for name, each in table.items() if not name.startswith("_") and not each.__doc__]
     with pytest.raises(AttributeError, match="global_steps cannot be set"):
         small_engine().global_steps = 3

@@ -123,7 +123,7 @@ def test_autocast_in_float16_scales_the_loss_and_counts_what_overflows():
         "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
     }
     engine, *_ = zengine.initialize(model=model, config=config)
-    assert engine.loss_scale == 2.0**16
+    assert engine.current_loss_scale == 2.0**16
     engine.backward(engine(inputs(0)).float().square().mean() * 1e30)
     report = engine.step()
     assert not report
@@ -174,7 +174,7 @@ def test_weights_of_16_bits_under_autocast_have_the_bits_of_a_loop_with_masters(
             master -= 0.05 * (param.grad.float() / 64)
             param.data.copy_(master)
             param.grad = None
-    assert engine.loss_scale == 64
+    assert engine.current_loss_scale == 64
     engine.close()
 
 

@@ -79,6 +79,7 @@ class Client:
     scheduler: Any = None  # a schedule, or a callable optimizer -> schedule
     training_data: Any = None  # a dataset
     collate_fn: Callable[[list[Any]], Any] | None = None
+    mpu: Any = None
 
 
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:

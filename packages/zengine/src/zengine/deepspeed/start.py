@@ -1,8 +1,8 @@
 """`deepspeed.initialize`: zengine's, with DeepSpeed's arguments.
 
-It adds the leaf modules of `set_z3_leaf_modules`, an `overflow` flag on the optimizer (by which Accelerate detects a
-skipped step), the marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.  A module that an engine
-without an optimizer evaluates can be passed again.
+It adds the leaf modules of `set_z3_leaf_modules`, DeepSpeed's class of the optimizer (returned_optimizer.py), the
+marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.  A module that an engine without an optimizer
+evaluates can be passed again.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import nn
 
 import zcomm
+import zoptim
 import zpartition
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
 from zengine.deepspeed.marks import ZeroMarks
+from zengine.deepspeed.returned_optimizer import ReturnedOptimizer
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.engine.clock import Phase
-from zengine.features import Feature
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
 from zengine.pipeline_engine import PipelineEngine
@@ -36,30 +37,14 @@ from zpartition import tensor
 
 if TYPE_CHECKING:
     from zengine.deepspeed_engine import DeepSpeedEngine
-    from zengine.engine.parts import Run
     from zengine.engine.runners import Runner
-    from zengine.step_report import StepReport
 
 __all__ = ["initialize", "tp_model_init"]
 
 log = logging.getLogger("zengine")
+_TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, zoptim.FlatOptimizer)
 
 _evaluating: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # engines without an optimizer
-
-
-@final
-class OverflowFlag(Feature):
-    """`optimizer.overflow`: True if the last boundary skipped the update."""
-
-    def attach(self, run: Run) -> None:
-        optimizer: Any = run.optimizer
-        self._optimizer = optimizer
-        if optimizer is not None:
-            optimizer.overflow = False
-
-    def step_end(self, report: StepReport) -> None:
-        if self._optimizer is not None:
-            self._optimizer.overflow = not report.applied
 
 
 @zpartition.suspend_init()
@@ -82,11 +67,14 @@ def initialize(
 
     mesh_param: a DeviceMesh, or DeepSpeed's (data parallel, sequence parallel) sizes.
 
-    Raises what `zengine.initialize` does, and ValueError for sizes that do not match the world size.
+    Raises what `zengine.initialize` does, and
+        ValueError: sizes do not match the world size.
+        AssertionError (DeepSpeed's): the config says that the optimizer is none that may be sharded.
     """
     args, model, config = by_position(args, model, config)
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
+    _check_tested(optimizer, read(given).data)
     _hand_over(model)
     found = make_engine(
         model=model,
@@ -106,7 +94,7 @@ def initialize(
     groups.mpu = mpu
     groups.use(found[0])
     mark_configured(found[0].module, found[0].plan.leaf_modules)
-    found[0].add_feature(OverflowFlag())
+    found[0].add_feature(ReturnedOptimizer(is_clients=optimizer is not None, mpu=mpu))
     found[0].add_feature(ZeroMarks())
     if found[0].optimizer is None:
         _evaluating.add(found[0])
@@ -155,6 +143,17 @@ def tp_model_init(
     if kwargs:
         raise TypeError(f"tp_model_init() got {', '.join(kwargs)}; allowed are model, tp_size, dtype, config, inputs")
     return tensor.tp_model_init(model, tp_size, dtype, config, inputs=inputs)
+
+
+def _check_tested(optimizer: object, data: object) -> None:
+    """Require an optimizer that DeepSpeed has tested with ZeRO, if "zero_allow_untested_optimizer" is false."""
+    if not isinstance(data, Mapping) or data.get("zero_allow_untested_optimizer", True) is not False:
+        return
+    is_tested = not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _TESTED)
+    assert is_tested or not _section(data, "zero_optimization").get("stage", 0), (
+        f"{type(optimizer).__name__} is an untested ZeRO optimizer, and the config has "
+        '"zero_allow_untested_optimizer": false. Here every elementwise torch optimizer can be sharded: leave it out.'
+    )
 
 
 def _resolve_mesh(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:

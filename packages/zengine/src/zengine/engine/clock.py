@@ -51,8 +51,8 @@ class Sync(enum.Enum):
     LOCAL = "local"  # kept on this rank until a later reduction: costs a whole gradient per rank
 
 
-class CallOrderError(RuntimeError):
-    """forward, backward and step were called in a wrong order."""
+class CallOrderError(RuntimeError, AssertionError):
+    """forward, backward and step were called in a wrong order.  DeepSpeed raises AssertionError for that."""
 
 
 class HalfLoaded(CallOrderError):
@@ -188,8 +188,9 @@ class Clock:
         micro = self.micro_step()
         if micro.is_last and self.sync is Sync.LOCAL:
             raise CallOrderError(
-                f"step() {self.position} would update the weights inside no_sync(), where gradients are not reduced. "
-                "Leave no_sync() before the last backward of a step, or before its step()."
+                "It is illegal to call Engine.step() inside no_sync context manager: step() "
+                f"{self.position} would update the weights inside no_sync(), where gradients are not reduced. Leave "
+                "no_sync() before the last backward of a step, or before its step()."
             )
         self._count_micro_step()
         return micro

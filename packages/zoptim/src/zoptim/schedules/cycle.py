@@ -66,10 +66,39 @@ class OneCycle(Schedule):
             _warn_second_beta(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def min_lrs(self) -> list[float]:
+        """Learning rate of each group at both ends of the cycle."""
+        return self._per_group("cycle_min_lr", self._lr_range[0])
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Learning rate of each group at the peak."""
+        return self._per_group("cycle_max_lr", self._lr_range[1])
+
+    @property
+    def total_size(self) -> int:
+        """Updates of the cycle; those of its rise are `first_step_size`, of its fall `second_step_size`."""
+        return sum(self.sizes)
+
+    @property
+    def first_step_size(self) -> int:
+        """Updates of the rise."""
+        return self.sizes[0]
+
+    @property
+    def second_step_size(self) -> int:
+        """Updates of the fall."""
+        return self.sizes[1]
+
+    @property
+    def step_ratio(self) -> float:
+        """Share of the rise in the cycle."""
+        return self.sizes[0] / sum(self.sizes)
+
     def lrs(self, t: int) -> list[float]:
         height, decay = laws.triangle(t, *self.sizes, self.stairs), self._decay(t, self.decay_rates[0])
-        lows, highs = map(self._per_group, ("cycle_min_lr", "cycle_max_lr"), self._lr_range)
-        return [(low + (high - low) * height) / decay for low, high in zip(lows, highs)]
+        return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs)]
 
     def momenta(self, t: int) -> list[float]:
         """Evaluate the law of betas[0], one per group.  Pure."""
@@ -137,9 +166,14 @@ class LRRangeTest(Schedule):
         self.staircase = flag("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def min_lr(self) -> list[float]:
+        """First learning rate of each group."""
+        return self._per_group("lr_range_test_min_lr", self._min_lr)
+
     def lrs(self, t: int) -> list[float]:
         factor = laws.range_test_factor(t, self.step_size, self.step_rate, self.staircase)
-        return [low * factor for low in self._per_group("lr_range_test_min_lr", self._min_lr)]
+        return [low * factor for low in self.min_lr]
 
 
 def _has_betas(optimizer: torch.optim.Optimizer) -> bool:

@@ -51,11 +51,25 @@ class WarmupLR(Schedule):
         law = laws.exact_warmup_fraction if self.exact_peak else laws.warmup_fraction
         return law(t, self.warmup_num_steps, self.warmup_type)
 
+    @property
+    def min_lrs(self) -> list[float]:
+        """Learning rate of each group at the start."""
+        return self._per_group("warmup_min_lr", self._limits[0])
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Learning rate of each group after the warm-up."""
+        high = self._limits[1]
+        return self.base_lrs if high is None else self._per_group("warmup_max_lr", high)
+
+    @property
+    def delta_lrs(self) -> list[float]:
+        """Their differences."""
+        return [most - least for least, most in zip(self.min_lrs, self.max_lrs)]
+
     def lrs(self, t: int) -> list[float]:
-        low, high = self._limits
-        lows = self._per_group("warmup_min_lr", low)
-        highs = self.base_lrs if high is None else self._per_group("warmup_max_lr", high)
-        return [least + (most - least) * self.fraction(t) for least, most in zip(lows, highs)]
+        fraction = self.fraction(t)
+        return [least + (most - least) * fraction for least, most in zip(self.min_lrs, self.max_lrs)]
 
 
 class WarmupDecayLR(WarmupLR):
@@ -133,6 +147,15 @@ class WarmupCosineLR(Schedule):
         """Return the factor of every group's own lr.  Pure."""
         law = laws.exact_cosine_ratio if self.exact_peak else laws.cosine_ratio
         return law(t, self.warmup_num_steps, self.total_num_steps, self.warmup_type, self.low_ratios)
+
+    @property
+    def org_lrs(self) -> list[float]:
+        """Each group's own lr."""
+        return self.base_lrs
+
+    def get_lr_ratio(self) -> float:
+        """Return the factor of the next update."""
+        return self.ratio(self.last_batch_iteration)
 
     def lrs(self, t: int) -> list[float]:
         return [base * self.ratio(t) for base in self.base_lrs]

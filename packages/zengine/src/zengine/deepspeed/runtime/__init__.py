@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from zengine.deepspeed.runtime import (
     activation_checkpointing,
+    base_optimizer,
+    bf16_optimizer,
     comm,
     config,
     constants,
     engine,
+    fp16,
     lr_schedules,
     pipe,
     sequence_parallel,
@@ -17,10 +20,13 @@ from zengine.deepspeed.runtime import (
 
 __all__ = [
     "activation_checkpointing",
+    "base_optimizer",
+    "bf16_optimizer",
     "comm",
     "config",
     "constants",
     "engine",
+    "fp16",
     "lr_schedules",
     "pipe",
     "sequence_parallel",

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from zengine.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from zengine.deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from zpartition import local_weight
 
 __all__ = [
+    "DeepSpeedZeroOptimizer_Stage3",
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
@@ -35,6 +38,22 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
             yield model
         finally:
             offload._register_deepspeed_module(offload.module)
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
+    """Optimizer of an engine at stage 3."""
+
+    __slots__ = ()
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """`fp32_groups_flat`."""
+        return self.fp32_groups_flat
+
+    @property
+    def fp16_partitioned_groups(self) -> list[list[Tensor]]:
+        """This rank's elements of the module's trained parameters, flat, by parameter group."""
+        return [[local_weight(param) for param in group] for group in self.fp16_groups]
 
 
 def estimate_zero3_model_states_mem_needs(

@@ -1,14 +1,28 @@
-"""`deepspeed.runtime.zero.stage_1_and_2`: DeepSpeed's estimate of the model states' memory at stage 2, in bytes."""
+"""`deepspeed.runtime.zero.stage_1_and_2`: the optimizer's class; DeepSpeed's estimate of memory, in bytes."""
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
+
+from zengine.deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 __all__ = [
+    "DeepSpeedZeroOptimizer",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
 ]
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Optimizer of an engine at stage 1 or 2."""
+
+    __slots__ = ()
+
+    @property
+    def round_robin_bit16_groups(self) -> list[list[Tensor]]:
+        """The module's trained parameters, by parameter group."""
+        return [list(group) for group in self.fp16_groups]
 
 
 def estimate_zero2_model_states_mem_needs(
