@@ -93,17 +93,22 @@ def initialize(
     )
     groups.mpu = mpu
     groups.use(found[0])
-    mark_configured(found[0].module, found[0].plan.leaf_modules)
-    found[0].add_feature(ReturnedOptimizer(is_clients=optimizer is not None, mpu=mpu))
-    found[0].add_feature(ZeroMarks())
-    if found[0].optimizer is None:
-        _evaluating.add(found[0])
-    if isinstance(found[0], PipelineEngine):
-        made = PipelineGrid(found[0].num_stages, found[0].plan.parallel.degrees.tensor)
-        found[0].grid = made.grid
-        found[0].add_feature(made)
-    checkpointing.adopt_settings(found[0].plan.activations, found[0].parts.partition.mp_group)
+    _attach(found[0], ReturnedOptimizer(is_clients=optimizer is not None, mpu=mpu))
     return found
+
+
+def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
+    """Give the engine, its module, parameters and optimizer what only DeepSpeed's interface has."""
+    mark_configured(engine.module, engine.plan.leaf_modules)
+    engine.add_feature(returned)
+    engine.add_feature(ZeroMarks())
+    if engine.optimizer is None:
+        _evaluating.add(engine)
+    if isinstance(engine, PipelineEngine):
+        made = PipelineGrid(engine.num_stages, engine.plan.parallel.degrees.tensor)
+        engine.grid = made.grid
+        engine.add_feature(made)
+    checkpointing.adopt_settings(engine.plan.activations, engine.parts.partition.mp_group)
 
 
 def _hand_over(model: Any) -> None:

@@ -302,11 +302,6 @@ def _get_max_expert_size_name() -> str:
     return f"ep_size_{_get_max_expert_size()}"
 
 
-def _get_max_expert_parallel_group() -> Any:
-    """Return the expert-parallel group."""
-    return _get_expert_parallel_group()
-
-
 def _get_local_all_to_all_group() -> dict[str, Any]:
     """Return new groups for an all-to-all in two steps: "local_H" of each host, "global_D" of each device index.
 
