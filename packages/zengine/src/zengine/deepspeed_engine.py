@@ -117,6 +117,10 @@ class DeepSpeedEngine(PlanGetters):
         lambda e: e.parts.telemetry,
     )
 
+    tput_timer = Value[Any](
+        "DeepSpeed's ThroughputTimer over the engine's steps; None if `zengine.initialize` made the engine.",
+        lambda e: next((each.throughput_timer for each in e._features if hasattr(each, "throughput_timer")), None),
+    )
     client_optimizer = Value[Any](
         "The caller's optimizer or function; None without it.", lambda e: e._client.optimizer
     )

@@ -159,3 +159,19 @@ def test_a_step_inside_no_sync_is_an_assertion_error_as_in_deepspeed():
         engine.backward(engine(torch.ones(2, 3)).mean())
         with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
             engine.step()
+
+
+def test_the_throughput_timer_counts_the_steps_of_the_engine():
+    model = nn.Linear(2, 1)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for _ in range(8):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    engine.eval()
+    engine(torch.ones(1, 2))
+    timer = engine.tput_timer
+    assert (timer.micro_step_count, timer.global_step_count, timer.batch_size) == (8, 4, 2)
+    assert timer.avg_samples_per_sec() > 0
+    timer.update_epoch_count()  # as DeepSpeed-Chat does
+    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)

@@ -332,19 +332,3 @@ def test_small_engines_optimizer_is_called_through_the_engine_as_well():
     engine.backward(engine(rank_batch(0)))
     engine.optimizer.step()
     assert engine.applied_steps == 1
-
-
-def test_an_engines_optimizer_is_a_deepspeed_optimizer_as_well():
-    """Lightning Fabric tests with isinstance if the state to load has an optimizer."""
-    from zengine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-
-    model = Regression()
-    given = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert not isinstance(given, DeepSpeedOptimizer)
-    engine = zengine.initialize(model=model, optimizer=given, config={"train_batch_size": 2})[0]
-    assert isinstance(engine.optimizer, DeepSpeedOptimizer)
-    assert isinstance(engine.optimizer, torch.optim.SGD)
-    engine.close()
-    assert not isinstance(engine.optimizer, DeepSpeedOptimizer)
-    with pytest.raises(TypeError, match=r"made by deepspeed.initialize\(\)"):
-        DeepSpeedOptimizer()

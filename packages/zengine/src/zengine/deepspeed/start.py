@@ -27,6 +27,7 @@ from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.returned_optimizer import ReturnedOptimizer
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
+from zengine.deepspeed.throughput import Throughput
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.engine.clock import Phase
@@ -102,6 +103,7 @@ def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
     mark_configured(engine.module, engine.plan.leaf_modules)
     engine.add_feature(returned)
     engine.add_feature(ZeroMarks())
+    engine.add_feature(Throughput(engine.train_batch_size()))
     if engine.optimizer is None:
         _evaluating.add(engine)
     if isinstance(engine, PipelineEngine):

@@ -33,13 +33,6 @@ from zengine.engine.parts import OwnStep, Run
 
 EngineMethod = weakref.WeakMethod[Callable[[], None]]
 
-_redirected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def is_redirected(optimizer: object) -> bool:
-    """Return True if `step` of `optimizer` is the step of an engine."""
-    return isinstance(optimizer, torch.optim.Optimizer) and optimizer in _redirected
-
 
 @final
 class OptimizerCalls(Feature):
@@ -59,10 +52,8 @@ class OptimizerCalls(Feature):
         }
         _replace(optimizer, "step", functools.partial(_step, self.step, self.own))
         _replace(optimizer, "zero_grad", functools.partial(_zero_grad, self.zero_grad))
-        _redirected.add(optimizer)
 
         def restore() -> None:
-            _redirected.discard(optimizer)
             for name in ("step", "zero_grad"):
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(replaced)

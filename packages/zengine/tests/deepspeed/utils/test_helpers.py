@@ -44,7 +44,7 @@ def test_timers_add_up_and_print(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(AssertionError, match="fwd timer has already been started"):
         timers("fwd").start()
     timers.log(["fwd", "none"])
-    assert capsys.readouterr().out.startswith("[Rank -1] time (ms) | fwd: ")
+    assert capsys.readouterr().out.partition("] ")[2].startswith("time (ms) | fwd: ")
     assert timers("fwd").started_  # a running interval goes on, from 0
     assert timers("fwd").elapsed() < 4
     assert timers.memory_usage().count("GB") == 4
@@ -164,8 +164,9 @@ def test_levels_and_one_time_messages(caplog: pytest.LogCaptureFixture, tmp_path
         assert caplog.messages == ["[rank 0] only once", "warned once"]
     finally:
         ds_logging.logger.setLevel(before)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else -1
     ds_logging.print_json_dist({"loss": 1.5}, ranks=[0], path=tmp_path / "out.json")
-    assert json.loads((tmp_path / "out.json").read_text()) == {"loss": 1.5, "rank": -1}
+    assert json.loads((tmp_path / "out.json").read_text()) == {"loss": 1.5, "rank": rank}
     made = ds_logging.LoggerFactory.create_logger("hacc", logging.ERROR)
     assert (made.level, made.propagate, len(made.handlers)) == (logging.ERROR, False, 1)
     with pytest.raises(ValueError, match="name for logger cannot be None"):
@@ -183,8 +184,7 @@ def test_an_mpu_is_asked_by_the_name_it_has():
     assert bwc.bwc_tensor_model_parallel_group(mpu(model_parallel_group="g")) == "g"
     assert bwc.bwc_pipeline_parallel_world_size(mpu(model_parallel_world_size=4)) == 1
     assert bwc.bwc_pipeline_parallel_world_size(mpu(pipe_parallel_world_size=3)) == 3
-    with pytest.raises(AttributeError, match="none of the methods get_pipeline_model_parallel_group, get_pipe"):
-        bwc.bwc_pipeline_parallel_group(mpu())
+    assert bwc.bwc_pipeline_parallel_group(mpu()) is None
 
 
 def test_numbers_of_activations_are_deepspeeds():

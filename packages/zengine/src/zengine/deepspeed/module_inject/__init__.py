@@ -6,19 +6,27 @@ from zengine.deepspeed.module_inject import auto_tp, layers, replace_module, tp_
 from zengine.deepspeed.module_inject.auto_tp import AutoTP, ReplaceWithTensorSlicing
 from zengine.deepspeed.module_inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, Normalize
 from zengine.deepspeed.module_inject.modes import set_autotp_mode
-from zengine.deepspeed.module_inject.replace_module import replace_transformer_layer
+from zengine.deepspeed.module_inject.replace_module import (
+    GroupQuantizer,
+    generic_injection,
+    replace_transformer_layer,
+    revert_transformer_layer,
+)
 
 __all__ = [
     "AutoTP",
     "EmbeddingLayer",
+    "GroupQuantizer",
     "LinearAllreduce",
     "LinearLayer",
     "Normalize",
     "ReplaceWithTensorSlicing",
     "auto_tp",
+    "generic_injection",
     "layers",
     "replace_module",
     "replace_transformer_layer",
+    "revert_transformer_layer",
     "set_autotp_mode",
     "tp_shard",
 ]
