@@ -127,7 +127,10 @@ def test_exports_are_imported_with_their_ties(file: str, tmp_path: Path) -> None
     assert load_strict(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours"), state)
 
 
-@pytest.mark.parametrize("case", sorted(path.name for path in FIXTURES.iterdir() if (path / "latest").exists()))
+OF_TINY = [path for path in FIXTURES.iterdir() if not path.name.startswith(("pipe_", "moe_"))]  # by tiny.py's model
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in OF_TINY if (path / "latest").exists()))
 def test_checkpoints_of_deepspeed_have_every_name(case: str, tmp_path: Path) -> None:
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(FIXTURES / case)
     model = tiny.Tiny()

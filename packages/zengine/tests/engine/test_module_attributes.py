@@ -24,7 +24,7 @@ _DEEPSPEEDS = (
     "collate_fn collect_python_gc communication_data_type compile config curriculum_learning_enabled "
     "dataloader_drop_last deepspeed_io destroy device dp_world_size dump_state dynamic_loss_scale "
     "empty_partition_cache eval_batch fp16_auto_cast fp16_enabled fp16_master_weights_and_gradients forward "
-    "checkpoint_engine flops_profiler sparse_tensor_module_names tput_timer "
+    "checkpoint_engine flops_profiler grid sparse_tensor_module_names tput_timer "
     "get_batch_info get_data_types get_global_grad_norm get_lr get_mom get_sequence_parallel_group get_type "
     "global_rank global_samples global_steps gradient_accumulation_steps gradient_clipping "
     "gradient_predivide_factor is_compiled is_first_stage is_gradient_accumulation_boundary is_last_stage "
