@@ -80,7 +80,8 @@ class Partition(PartitionState):
         """
         layout, frozen = layouts
         everything = dict(module.named_parameters())
-        params = {name: everything[name] for name in everything if name in layout.names}
+        trained = layout.names
+        params = {name: param for name, param in everything.items() if name in trained}
         device = one_device(params)
         offload_manager = OffloadManager.create(layout, policy.offload, device, ranks.world)
         storages = tuple(

@@ -48,8 +48,8 @@ def set_fake_device(params: Iterable[Parameter], device: torch.device) -> None:
 
 def clear_fake_device(params: Iterable[Tensor]) -> list[tuple[Parameter, torch.device]]:
     """Restore the meta tensors of those `params` that have a fake device; returns them with that device."""
-    found = []
-    for param in list(params):
+    found: list[tuple[Parameter, torch.device]] = []
+    for param in list(params) if _faked else ():
         known = _faked.get(id(param))
         if known is None or known[0]() is not param or not isinstance(param, Parameter):
             continue

@@ -514,7 +514,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, buffers, and tensors that are plain attributes of modules."""
     yield from module.named_parameters()
     yield from module.named_buffers()
-    for path, child in module.named_modules():
+    for path, child in module.named_modules() if _recordings else ():
         for name, value in vars(child).items():
             if isinstance(value, Tensor) and key_of(value) in _recordings:
                 yield f"{path}.{name}" if path else name, value

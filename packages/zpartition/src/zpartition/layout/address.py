@@ -7,6 +7,7 @@ so checkpoints need no converter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ class Address:
     @classmethod
     def whole(cls, shape: tuple[int, ...] | torch.Size, num_copies: int = 1, copy: int = 0) -> Address:
         """Address of an unsplit tensor of `shape`."""
-        return cls(tuple(shape), (full_box(shape),), num_copies, copy)
+        return _whole(tuple(shape), num_copies, copy)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,6 +111,12 @@ def whole(name: str, tensor: torch.Tensor) -> Shard:
         raise ValueError(f"{name}: a shard needs contiguous memory, got strides {tuple(tensor.stride())}")
     flat = tensor.detach().view(-1)
     return Shard(name, tuple(tensor.shape), full_box(tensor.shape), (0, flat.numel()), flat)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...], num_copies: int, copy: int) -> Address:
+    """Return a value that parameters of one shape share: models have many parameters and few shapes."""
+    return Address(shape, (full_box(shape),), num_copies, copy)
 
 
 def full_box(shape: tuple[int, ...] | torch.Size) -> Box:

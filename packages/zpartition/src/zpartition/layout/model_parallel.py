@@ -107,7 +107,7 @@ def _split_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Descrip
     """Yield (name, module, description) of every module with addresses; an `ExpertShardedModule` has all facts."""
     for name, child in module.named_modules():
         own: object = child
-        if isinstance(own, ModelParallelModule):
+        if hasattr(type(child), "addresses") and isinstance(own, ModelParallelModule):  # a protocol's test is slow
             yield name, child, _Description(own.mp_group, own.addresses())
         elif child in _described:
             yield name, child, _described[child]
@@ -132,10 +132,12 @@ def expert_shards_of(module: nn.Module) -> dict[str, ModelParallelGroup]:
     found = {
         id(child.get_parameter(name)): child.expert_group
         for child in module.modules()
-        if isinstance(child, ExpertShardedModule) and child.expert_group.size > 1
+        if hasattr(type(child), "addresses") and isinstance(child, ExpertShardedModule)
+        if child.expert_group.size > 1
         for name in child.addresses()
     }
-    return {name: found[id(param)] for name, param in module.named_parameters() if id(param) in found}
+    params = module.named_parameters() if found else ()
+    return {name: found[id(param)] for name, param in params if id(param) in found}
 
 
 @runtime_checkable

@@ -63,6 +63,9 @@ def _layout(
     world_size: int,
     alignment: int,
 ) -> Layout:
+    num_shards = 1 if policy.keeps_whole else shard_group_size(policy, world_size)
+    if not chosen:
+        return Layout((), world_size, num_shards)
     narrow = _narrow_names(module, policy.narrow_classes)
     sparse = _sparse_names(module) if policy.sparse_gradients is SparseGradients.ROWS else frozenset()
     addresses, expert_groups = addresses_of(module), expert_shards_of(module)
@@ -81,7 +84,6 @@ def _layout(
         for name, param in module.named_parameters()
         if name in chosen
     ]
-    num_shards = 1 if policy.keeps_whole else shard_group_size(policy, world_size)
     return plan_layout(
         specs, world_size=world_size, num_shards=num_shards, bucket_numel=policy.bucket_numel, alignment=alignment
     )
@@ -89,6 +91,8 @@ def _layout(
 
 def _narrow_names(module: nn.Module, classes: Sequence[str]) -> frozenset[str]:
     """Return the parameters that modules of these classes hold themselves."""
+    if not classes:
+        return frozenset()
     owners = {
         id(param)
         for child in module.modules()
