@@ -100,12 +100,21 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def watching(see: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
-    """Call `see` with the results of every operation inside, those of autograd included."""
+    """Call `see` with the results of every operation inside, those of autograd included.
+
+    Autograd asks each fake tensor for its device, several times for each operation: these questions are answered
+    here, because the way through the dispatch of fake tensors costs more than the operation.
+    """
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    asks_device = torch.ops.prim.device.default
+
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is asks_device and hasattr(args[0], "fake_device"):
+                return args[0].fake_device
             result = func(*args, **(kwargs or {}))
             see(tree_leaves(result))
             return result

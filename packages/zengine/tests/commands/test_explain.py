@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,12 @@ def test_what_is_wrong_is_said_with_status_1(
 ) -> None:
     assert main(["explain", config, "--world", "2", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_the_example_model_is_described_without_torchs_compiler(config: str) -> None:
+    script = (
+        "import sys; from zengine.cli import main; "
+        f"assert main(['explain', {config!r}, '--world', '8', '--params', '1e8']) == 0; "
+        "assert not [name for name in sys.modules if name.startswith('torch._dynamo.')]"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

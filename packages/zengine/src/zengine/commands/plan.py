@@ -36,6 +36,7 @@ from zengine.planning.models import (
     build_model,
     factory_batches,
     load_factory,
+    on_meta,
     shape_of,
     shaped_batches,
     token_batches,
@@ -94,8 +95,7 @@ def _make_model(arguments: argparse.Namespace) -> tuple[nn.Module, str]:
         return made, f"{arguments.model} ({sum(p.numel() for p in made.parameters()) / 1e6:,.1f}M parameters)"
     is_given = arguments.params or (arguments.hidden and arguments.layers)
     shape = shape_of(arguments.params or _EXAMPLE, width=arguments.hidden, layers=arguments.layers)
-    with torch.device("meta"):
-        made = Transformer(shape)
+    made = on_meta(lambda: Transformer(shape))
     return made, str(shape) + ("" if is_given else " (an example: pass --params or --model)")
 
 

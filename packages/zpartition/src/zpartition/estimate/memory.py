@@ -124,8 +124,9 @@ def plan(
     sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
     buckets = (*trained.buckets, *frozen.buckets)
 
-    offloaded = [b for b, tier in zip(trained.buckets, _places(trained, policy)) if tier is not Tier.DEVICE]
-    on_device = [b for b in trained.buckets if b not in offloaded]
+    tiers = dict(zip(trained.buckets, _places(trained, policy)))
+    offloaded = [b for b, tier in tiers.items() if tier is not Tier.DEVICE]
+    on_device = [b for b, tier in tiers.items() if tier is Tier.DEVICE]
     units = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]  # offloaded ones
 
     def is_apart(bucket: Bucket) -> bool:
@@ -135,7 +136,9 @@ def plan(
         parameters=sum(_stored_numel(b) * b.dtype.itemsize for b in buckets if b not in units)
         + _replicated_bytes(module, buckets),
         masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in on_device if is_apart(b)),
-        accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if b in on_device),
+        accumulators=sum(
+            b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if tiers[b] is Tier.DEVICE
+        ),
         states=sum(sizes[b] for b in on_device),
         buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),

@@ -92,7 +92,7 @@ class Piece:
         return self.span[1] - self.span[0]
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Bucket:
     """Parameters of one dtype, group, unit and wire dtype: flat, padded, and cut into `num_shards` equal spans."""
 
