@@ -1,8 +1,8 @@
 """Rows of the table: every placement of weights, gradients and optimizer state.
 
 To add a tier (offload to a host or a disk, shard groups, secondary shards, quantized messages), add one line to
-`ROWS`. The tests train it in every scenario, world, accumulation and dtype, and compare it with the oracle, with the
-first row bit by bit, with the predicted messages, and with `zpartition.plan`.
+`ROWS`. The tests train it in every scenario, world, accumulation and dtype, and compare it with the oracle, bit by bit
+with the first row that reduces gradients as often, with the predicted messages, and with `zpartition.plan`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALL_SHARDED = {"stage3_unit_size": UNIT_NUMEL, "stage3_param_persistence_thresh
 class Messages:
     """Messages of a row for each bucket, without labels."""
 
-    gradients: str = "reduce_scatter"  # the collective of each micro-step
+    gradients: str = "reduce_scatter"  # the collective of each reduction
     weights_per_step: int = 1  # gathers of each bucket after an update
     weights_per_forward: int = 0  # gathers of each unit per micro-step, in forward
     weights_per_backward: int = 0  # and in backward, for weights that autograd needs
@@ -44,11 +44,16 @@ class Row:
     name: str
     zero: Mapping[str, Any]  # the "zero_optimization" section of the config
     messages: Messages | None = None  # None: not checked
-    same_bits: bool = True  # True: results equal the first row's bit by bit (quantized messages: False)
+    same_bits: bool = True  # True: results equal the first such row's bit by bit (quantized messages: False)
     tolerance: float = 0.0  # relative, on losses, beyond what the dtype allows (0 for everything exact)
     worlds: tuple[int, ...] = (1, 2, 4)  # supported world sizes (shard groups of two: (2, 4), for example)
     config: Mapping[str, Any] = attrs.field(factory=dict)  # other sections of the config
     offload: Offload | None = None  # replaces the config's, which has no host tier on a CPU
+
+    @property
+    def reduces_once(self) -> bool:
+        """True if gradients are reduced once per step, however many micro-steps it has."""
+        return self.zero["stage"] < 2 and self.zero.get("reduce_at") != "micro_step"
 
     def writing_to(self, folder: str) -> Row:
         """Return the same row with its disk tier in `folder`."""
@@ -66,6 +71,8 @@ def _nvme(section: str) -> dict[str, Any]:
 ROWS = (
     Row("replicated", {"stage": 0}, REPLICATED),  # the first: others are compared with it
     Row("stage 1", {"stage": 1}, SHARDED),
+    Row("replicated, each micro-step", {"stage": 0, "reduce_at": "micro_step"}, REPLICATED),
+    Row("stage 1, each micro-step", {"stage": 1, "reduce_at": "micro_step"}, SHARDED),
     Row("stage 2", {"stage": 2}, SHARDED),
     Row(
         "stage 3, defaults", {"stage": 3}, SHARDED, worlds=(1, 2)

@@ -45,6 +45,11 @@ class Case:
         """Settings under which rows are compared."""
         return self.scenario, self.dtype, self.accumulation
 
+    @property
+    def rounds(self) -> int:
+        """Reductions of the gradients of a step."""
+        return 1 if self.row.reduces_once else self.accumulation
+
     def __str__(self) -> str:
         return f"{self.row.name} | {self.scenario} | {str(self.dtype)[6:]} | accumulation {self.accumulation}"
 

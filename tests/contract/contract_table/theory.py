@@ -27,7 +27,7 @@ def of_weights(sent: Iterable[Sent]) -> list[Sent]:
 
 
 def expected_gradients(outcome: Outcome, messages: Messages) -> Counter[Sent]:
-    """Return the messages of one micro-step."""
+    """Return the messages of one reduction."""
     return Counter((messages.gradients, f"gradients[{index}]", size) for index, size, _ in outcome.buckets)
 
 

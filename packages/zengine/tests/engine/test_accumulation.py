@@ -110,10 +110,15 @@ def _local_micro_steps_equal_reduced_ones() -> list[int]:
     for stage in (0, 1, 2, 3):
         for config in ({}, {"bf16": {"enabled": True}}):
             config = {**config, "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 4}
-            wanted, num_reduced = train(small_engine(**config), sync=True)
+            each = {**config, "zero_optimization": {"stage": stage, "reduce_at": "micro_step"}}
+            wanted, num_reduced = train(small_engine(**each), sync=True)
             found, num_local = train(small_engine(**config), sync=False)
             torch.testing.assert_close(found, wanted, rtol=1e-2 if "bf16" in config else 1e-6, atol=1e-6)
             messages.append((num_reduced, num_local))
+            if stage < 2:
+                by_default, num_by_default = train(small_engine(**config), sync=True)
+                torch.testing.assert_close(by_default, found, rtol=0, atol=0)
+                assert 4 * num_by_default == num_reduced
     assert all(local < reduced for reduced, local in messages if reduced)
     return [reduced for reduced, _ in messages]
 

@@ -14,6 +14,7 @@ from zcomm.testing import run_ranks
 from zengine.testing import Regression, small_engine
 
 STAGES = (0, 1, 2, 3)
+MOMENTS = [("boundary", 0), ("boundary", 1), *(("micro_step", stage) for stage in STAGES)]  # reduce_at, stage
 
 
 def batch_of(rank: int, index: int) -> torch.Tensor:
@@ -34,25 +35,29 @@ def trained(stage: int, operation: str, **zero: Any) -> dict[str, torch.Tensor]:
     return zpartition.whole_state_dict(engine.module)
 
 
-def sums_of_plain_torch() -> dict[str, torch.Tensor]:
-    """The weights after one step of SGD whose gradient is summed over two ranks: (a0 + b0) + (a1 + b1)."""
+def sums_of_plain_torch(moment: str) -> dict[str, torch.Tensor]:
+    """The weights after one step of SGD whose gradient is summed over two ranks.
+
+    After each micro-step (a0 + b0) + (a1 + b1), at the boundary (a0 + a1) + (b0 + b1).
+    """
     model = Regression()
     total = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
-    for index in range(2):
-        over_ranks = []
-        for rank in range(2):
+    pairs = [[(0, index), (1, index)] for index in range(2)]
+    for pair in pairs if moment == "micro_step" else zip(*pairs):
+        found = []
+        for rank, index in pair:
             model.zero_grad()
             (model(batch_of(rank, index)) / 2).backward()
-            over_ranks.append({name: param.grad.clone() for name, param in model.named_parameters()})
+            found.append({name: param.grad.clone() for name, param in model.named_parameters()})
         for name in total:
-            total[name] += over_ranks[0][name] + over_ranks[1][name]
+            total[name] += found[0][name] + found[1][name]
     return {name: param.detach() - 0.1 * total[name] for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_summed_over_replicas_and_averaged_over_micro_steps(stage: int) -> None:
-    expected = sums_of_plain_torch()
-    for weights in run_ranks(trained, 2, stage, "SUM"):
+@pytest.mark.parametrize(("moment", "stage"), MOMENTS)
+def test_gradients_are_summed_over_replicas_and_averaged_over_micro_steps(moment: str, stage: int) -> None:
+    expected = sums_of_plain_torch(moment)
+    for weights in run_ranks(trained, 2, stage, "SUM", **({"reduce_at": moment} if stage < 2 else {})):
         assert {name: torch.equal(weights[name], expected[name]) for name in expected} == dict.fromkeys(
             expected, True
         )
@@ -60,7 +65,7 @@ def test_gradients_are_summed_over_replicas_and_averaged_over_micro_steps(stage:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bucket_size_of_zero_reduces_each_parameter_by_itself(stage: int) -> None:
-    expected = sums_of_plain_torch()
+    expected = sums_of_plain_torch("boundary" if stage < 2 else "micro_step")  # the defaults
     for weights in run_ranks(trained, 2, stage, "sum", reduce_bucket_size=0, contiguous_gradients=False):
         assert {name: torch.equal(weights[name], expected[name]) for name in expected} == dict.fromkeys(
             expected, True

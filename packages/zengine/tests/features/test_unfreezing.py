@@ -31,7 +31,11 @@ def engine_of(kind: str, stage: int) -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": kind, "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 10,
+            "reduce_at": "micro_step",  # as stage 3 does
+        },
     }
     return zengine.initialize(model=Net(), config=config)[0]
 

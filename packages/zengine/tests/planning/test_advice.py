@@ -61,10 +61,17 @@ def test_a_plain_config_is_told_nothing() -> None:
         ),
         ({"fp16": {"enabled": True}}, "The loss scale starts at 65,536"),
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, 'optimizer.type "Adam" is AdamW'),
-        ({"gradient_accumulation_steps": 4}, "With 4 micro-steps gradients are reduced 4 times"),
+        (
+            {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1, "reduce_at": "micro_step"}},
+            "With 4 micro-steps gradients are reduced 4 times",
+        ),
+        (
+            {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 0, "reduce_at": "micro_step"}},
+            'In zero_optimization, "reduce_at": "boundary" sends ',
+        ),
         (
             {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}},
-            'In zero_optimization, stage 1 with "reduce_at": "boundary" sends ',
+            "In zero_optimization, stage 1 sends ",
         ),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, "reduce_bucket_size 500,000,000 costs "),
         ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, "Stage 3 sends 1.4"),
@@ -89,7 +96,11 @@ def test_a_subject_that_acts_is_spoken_of(source: dict[str, Any], sentence: str)
 
 
 def test_numbers_of_traffic_are_those_of_the_other_plan() -> None:
-    (told,) = (each for each in advice(gradient_accumulation_steps=4) if "boundary" in each)
+    (told,) = (
+        each
+        for each in advice(gradient_accumulation_steps=4, zero_optimization={"reduce_at": "micro_step"})
+        if "boundary" in each
+    )
     sent = [float(word) for word in told.split() if "." in word and word.replace(".", "").isdigit()]
     assert sent[0] == sent[1] == pytest.approx(4 * sent[2], rel=0.01)  # of gradients, in all, and at the boundary
 
@@ -153,7 +164,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "offload_optimizer": (None, None, "cpu", "nvme"),
     "offload_param": (None, None, "cpu"),
-    "reduce_at": (None, None, "boundary"),
+    "reduce_at": (None, None, "boundary", "micro_step"),
     "reduce_bucket_size": (None, None, 10**6, 5 * 10**8),
     "stage3_max_live_parameters": (None, 0, 10**7, 10**9, 10**13),
     "stage3_param_persistence_threshold": (None, 0, 10**6),

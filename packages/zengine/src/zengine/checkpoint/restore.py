@@ -132,6 +132,7 @@ def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, scop
     commits: list[Commit] = []
     state = RestoredState()
     if scope.optimizer:
+        _warn_other_sums(run, objects)
         commits += _scaler(run, objects)
     if scope.scheduler and objects.member("scheduler").member("kind").value == type(parts.scheduler).__name__:
         member = objects.member("scheduler").member("state")
@@ -150,6 +151,19 @@ def _prepare_part(prepare: Callable[[Any], Commit], node: zckpt.Node) -> Commit:
     """Return the commit of the owner of a value; its errors name file and key."""
     with errors_at(node):
         return prepare(decode(node.value, node.where))
+
+
+def _warn_other_sums(run: Run, objects: zckpt.Node) -> None:
+    """Log that gradients were summed in another order; imported and older checkpoints do not say."""
+    saved, moment = objects.member("reduce_at", "").value, run.plan.zero.reduce_at.value
+    partition = run.parts.partition
+    if saved and saved != moment and partition.layout.world_size > 1 and partition.rank == 0:
+        log.warning(
+            "the checkpoint was trained with zero_optimization.reduce_at = %s, this engine has %s: gradients are "
+            "summed in another order, so losses continue but not to the last bit",
+            saved,
+            moment,
+        )
 
 
 def _scaler(run: Run, objects: zckpt.Node) -> Iterator[Commit]:

@@ -277,6 +277,7 @@ def _objects(
         "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in features if f.name},
         "plan": run.plan.describe(),
         "zero_stage": run.plan.zero.stage,
+        "reduce_at": run.plan.zero.reduce_at.value,
         "degrees": attrs.asdict(run.plan.parallel.degrees),
     }
 

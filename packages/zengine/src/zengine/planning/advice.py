@@ -212,7 +212,7 @@ def advise_accumulation(case: Case) -> Iterator[Advice]:
     changes = {"zero_optimization.stage": stage, "zero_optimization.reduce_at": "boundary"}
     for other in case.changed(changes):
         if other.sent_bytes < case.sent_bytes:
-            where = f'{f"stage {stage} with " if stage != plan.zero.stage else ""}"reduce_at": "boundary"'
+            where = f"stage {stage}" if stage != plan.zero.stage else '"reduce_at": "boundary"'
             text += f" In zero_optimization, {where} sends {gib(other.sent_bytes)} and holds {gib(other.held_bytes)} "
             yield Advice(text=f"{text}instead of {gib(case.held_bytes)}.", changes=changes)
 

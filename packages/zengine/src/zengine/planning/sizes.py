@@ -10,7 +10,7 @@ GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import attrs
@@ -22,6 +22,7 @@ import zoptim
 import zpartition
 from zengine.config import Plan
 from zengine.config.plan.precision import default_master_dtype
+from zengine.config.plan.zero import reduce_at
 from zengine.planning.activations import Activations, dry_run
 
 __all__ = [
@@ -88,11 +89,18 @@ def at_stage(plan: Plan, stage: int) -> Plan:
     if stage < 3:
         offload = attrs.evolve(zero.offload, weights=zpartition.Tier.DEVICE)
         zero = attrs.evolve(zero, weight_bits=0, frozen_weight_bits=0, secondary_group_size=0, offload=offload)
-    if stage >= 2:
-        zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.MICRO_STEP)
     if plan.precision.param is None:
         zero = attrs.evolve(zero, master_dtype=default_master_dtype(stage))
-    return attrs.evolve(plan, zero=attrs.evolve(zero, stage=stage))
+    zero = attrs.evolve(zero, stage=stage, reduce_at=zpartition.ReduceAt.MICRO_STEP)  # allowed at every stage
+    return _with_reduction(attrs.evolve(plan, zero=zero))
+
+
+def _with_reduction(plan: Plan) -> Plan:
+    """Return the plan with gradients reduced at the time that suits its stage and accumulation, or as configured."""
+    section = plan.given.get("zero_optimization")
+    given = (section.get("reduce_at") if isinstance(section, Mapping) else "") or ""
+    moment = reduce_at(plan.zero.stage, plan.batch.accumulation, given if plan.zero.stage < 2 else "")
+    return attrs.evolve(plan, zero=attrs.evolve(plan.zero, reduce_at=moment))
 
 
 def optimizer_factory(module: nn.Module, plan: Plan) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
@@ -227,7 +235,7 @@ def fit_stages(subject: Workload, plan: Plan, world_size: int, room_bytes: int) 
 def _with_batch(plan: Plan, micro_batch: int, accumulation: int) -> Plan:
     total = micro_batch * accumulation * plan.batch.replicas
     batch = attrs.evolve(plan.batch, train_batch_size=total, micro_batch_size=micro_batch, accumulation=accumulation)
-    return attrs.evolve(plan, batch=batch)
+    return _with_reduction(attrs.evolve(plan, batch=batch))
 
 
 def best_fit(found: Iterable[StageFit]) -> tuple[int, Peak] | None:

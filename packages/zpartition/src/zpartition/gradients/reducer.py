@@ -409,7 +409,7 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     """Return the maximum bytes of gradient buffers.
 
     One buffer for each bucket if whole gradients are kept or accumulate over micro-steps, else a few for all; if
-    whole gradients are kept, both from the second backward of a step on.
+    whole gradients are kept and reduced after each backward, both from the second backward of a step on.
     """
     if not layout.buckets:
         return 0
@@ -419,5 +419,5 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     kinds = {bucket.dtype for bucket in dense}  # a buffer has one dtype
     few = (IN_FLIGHT_LIMIT + 1) * sum(max(s for b, s in zip(dense, sizes) if b.dtype == kind) for kind in kinds)
     if layout.num_shards == 1 and not policy.offload.moves_all_states:
-        return sum(sizes) + (few if num_backwards > 1 else 0)
+        return sum(sizes) + (few if num_backwards > 1 and not fills else 0)
     return sum(sizes) if fills else few

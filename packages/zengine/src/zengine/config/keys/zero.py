@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import sys
 
@@ -31,6 +32,10 @@ from zengine.config.grammar.table import (
     section,
     setting,
 )
+
+
+def _name_of(moment: enum.Enum) -> object:
+    return moment.value
 
 
 def _read_stage(value: object) -> int:
@@ -224,7 +229,12 @@ class Zero:
     overlap_comm: bool = setting(null_or(TRUTH, True), True, "overlap the reduction with backward", plan="overlap")
     # Ours: DeepSpeed has no such key. "micro_step" makes stages 0, 1 and 2 equal bit for bit.
     reduce_at: str = setting(
-        choice("micro_step", "boundary"), "micro_step", "reduce after each backward, or once per step"
+        null_or(choice("micro_step", "boundary"), ""),
+        "",
+        "reduce gradients after each backward, or once per step (stages 0 and 1); default: once per step where both "
+        "are possible and gradient_accumulation_steps is not 1",
+        empty="(by stage)",
+        show=_name_of,
     )
     ignore_unused_parameters: bool = setting(
         TRUTH, True, "false: raise if a parameter has no gradient", plan="ignore_unused"

@@ -71,7 +71,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "scaling": scaling(settings),
         "cast_inputs": settings.fp16.enabled and settings.fp16.auto_cast,
         "numerics": numerics(settings),
-        "zero": zero_policy(settings, dtypes, facts, parallel),
+        "zero": zero_policy(settings, dtypes, facts, parallel, batch.accumulation),
         "optimizer": optimizer_plan(settings, dtypes),
         "scheduler": SchedulerPlan(type=settings.scheduler.type, params=dict(settings.scheduler.params)),
         "skip_nonfinite": dtypes.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
@@ -148,6 +148,7 @@ def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
     written = [key for key in BATCH_KEYS if key in config.given]
     solved = next((key for key in BATCH_KEYS if key not in written), "")  # accumulation alone defaults to 1
     derived = {solved, "data_parallel_size", "communication_data_type", *derived_dtypes(settings, dtypes)}
+    derived |= {"zero_optimization.reduce_at"}
     for key in derived - {"", *config.given, *config.autos}:
         origins[key] = "derived"
     if settings.bf16.enabled == "auto":

@@ -21,7 +21,7 @@ Rule = Callable[[Config], Problem | None]
 def check_reduce_at(config: Config) -> Problem | None:
     """Reject reduce_at "boundary" from stage 2 on: it needs full local gradients, which these stages avoid."""
     zero = config.settings.zero_optimization
-    if zero.stage < 2 or zero.reduce_at == "micro_step":
+    if zero.stage < 2 or zero.reduce_at != "boundary":
         return None
     return _violation(
         config,

@@ -30,6 +30,7 @@ __all__ = [
     "leaf_modules",
     "offload_devices",
     "offload_notices",
+    "reduce_at",
     "stage_3_keys",
     "zero_policy",
     "zero_rows",
@@ -43,14 +44,19 @@ _TUNING = "zero_optimization.offload_optimizer."
 # -- the policy ----------------------------------------------------------------------------------
 
 
-def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: ParallelPlan) -> ZeroPolicy:
-    """Return the policy: the values of zero_optimization whose rows name a field, and the derived ones."""
+def zero_policy(
+    settings: Settings, dtypes: Precision, facts: Facts, parallel: ParallelPlan, accumulation: int
+) -> ZeroPolicy:
+    """Return the policy: the values of zero_optimization whose rows name a field, and the derived ones.
+
+    accumulation: micro-steps of a step.
+    """
     zero = settings.zero_optimization
     derived = {
         "accumulate_dtype": dtypes.accumulate,
         "master_dtype": dtypes.master,
         "averaging": _averaging(settings),
-        "reduce_at": ReduceAt(zero.reduce_at),
+        "reduce_at": reduce_at(zero.stage, accumulation, zero.reduce_at),
         "sparse_gradients": SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
         "shard_group_size": _shard_group_size(settings, parallel),
         "offload": _offload(settings, facts),
@@ -63,6 +69,17 @@ def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: P
         **_zeropp_fields(zero, facts, parallel),
     }
     return ZeroPolicy(**planned(zero, ZeroPolicy, **derived))
+
+
+def reduce_at(stage: int, accumulation: int, given: str = "") -> ReduceAt:
+    """Return when gradients are reduced, if zero_optimization.reduce_at is `given` ("": not).
+
+    Once per step where a rank may keep its own whole gradients meanwhile: the traffic is 1 / accumulation.  A single
+    micro-step is reduced in the buckets of its weights' dtype.
+    """
+    if given:
+        return ReduceAt(given)
+    return ReduceAt.BOUNDARY if stage < 2 and accumulation > 1 else ReduceAt.MICRO_STEP
 
 
 def _averaging(settings: Settings) -> Averaging:
