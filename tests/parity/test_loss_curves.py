@@ -87,7 +87,7 @@ def engine_loop(stage: int, accumulation: int, extra: dict[str, object]) -> tupl
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-2}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000, **STRICT},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000, "reduce_at": "micro_step", **STRICT},
         **extra,
     }
     engine, *_ = zengine.initialize(model=model, model_parameters=groups(model), config=config)

@@ -126,7 +126,7 @@ def made(case: Case, stage: int, accumulation: int, **more: Any) -> zengine.Engi
         "train_micro_batch_size_per_gpu": 6,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": case.clip,
-        "zero_optimization": {"stage": stage, **(STRICT if stage == 3 else {})},
+        "zero_optimization": {"stage": stage, "reduce_at": "micro_step", **(STRICT if stage == 3 else {})},
         **({"optimizer": case.section} if case.section else {}),
         **more,
     }

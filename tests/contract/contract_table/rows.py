@@ -1,8 +1,8 @@
 """Rows of the table: every placement of weights, gradients and optimizer state.
 
 To add a tier (offload to a host or a disk, shard groups, secondary shards, quantized messages), add one line to
-`ROWS`. The tests train it in every scenario, world, accumulation and dtype, and compare it with the oracle, bit by bit
-with the first row that reduces gradients as often, with the predicted messages, and with `zpartition.plan`.
+`ROWS`. The tests train it in every scenario, world, accumulation and dtype, and compare it with the oracle, with the
+first row that reduces gradients as often bit by bit, with the predicted messages, and with `zpartition.plan`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +156,26 @@ def test_masters_are_rounded_to_the_weights_if_asked_for(stage: int, disk: bool)
         for found, dtypes in run_ranks(masters_after_loading, 2, f"{directory}/save", stage, zero):
             assert all(found)
             assert set(dtypes) == {torch.float32}
+
+
+def summed_otherwise(directory: str) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    engine = engine_of(1, reduce_at="micro_step")[0]
+    engine.save_checkpoint(directory, "a")
+    engine.wait_for_checkpoint()
+    engine.close()
+    logging.getLogger("zengine").addHandler(handler)
+    for zero in ({"reduce_at": "micro_step"}, {}):
+        again = engine_of(1, **zero)[0]
+        again.load_checkpoint(directory, "a")
+        again.close()
+    logging.getLogger("zengine").removeHandler(handler)
+    return [message for message in told if "reduce_at" in message]
+
+
+def test_a_run_whose_gradients_are_summed_in_another_order_from_now_on_is_told_so(tmp_path: Path) -> None:
+    first, second = run_ranks(summed_otherwise, 2, str(tmp_path))
+    assert (len(first), second) == (1, [])
+    assert "trained with zero_optimization.reduce_at = micro_step, this engine has boundary" in first[0]

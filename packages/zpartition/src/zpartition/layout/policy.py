@@ -9,11 +9,12 @@ When to reduce
 --------------
 `ReduceAt.MICRO_STEP` reduces after each backward and adds the result to the accumulator: sum over micro-steps of (sum
 over ranks).  `ReduceAt.BOUNDARY` accumulates locally and reduces once: sum over ranks of (sum over micro-steps).  The
-two differ in the last bits, and no reordering of messages can hide it.  The first is the default at every stage: then
-stages 0, 1 and 2 give the same bits, and changing the stage of a run does not change its losses.  The second reduces
-traffic with gradient accumulation at stages 0 and 1 and costs a full local gradient; stage 2 rejects it, because
-sharding that gradient is its purpose.  `ReduceAt.BATCH` is the second for pipelines, which run several micro-batches
-at a time: a rank holds full gradients of its layers while it does, at every stage.
+two differ in the last bits, and no reordering of messages can hide it.  The first is the default here at every stage:
+then stages 0, 1 and 2 give the same bits, and changing the stage of a run does not change its losses.  The second
+divides the traffic by the number of micro-steps at stages 0 and 1 and costs a full local gradient in the dtype of the
+accumulators; stage 2 rejects it, because sharding that gradient is its purpose.  `ReduceAt.BATCH` is the second for
+pipelines, which run several micro-batches at a time: a rank holds full gradients of its layers while it does, at
+every stage.
 
 Offload
 -------
