@@ -11,7 +11,7 @@ import torch
 import zckpt
 from zckpt import CheckpointExists, CheckpointInputError
 from zckpt.interchange import ForeignCheckpoint, export_universal, import_deepspeed, read_deepspeed
-from zckpt.interchange.engine_state import from_json, to_json
+from zckpt.interchange.engine_state import engine_objects, from_json, to_json
 from zckpt.interchange.torch_file import open_torch_file
 from zckpt.interchange.torch_write import write_torch_file
 from zckpt.interchange.unpickler import Record
@@ -81,6 +81,58 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {"weights", "taken"}
 
 
+def engine_checkpoint(folder: Path, client_state: object, names: tuple[str, str] = ("a.weight", "b.weight")) -> None:
+    """A checkpoint as an engine writes it: two weights, of which the second missed one of two updates."""
+    tensors = {f"model.{name}": torch.ones(2) for name in names}
+    for count, name in zip((2.0, 1.0), names):
+        tensors |= {f"optimizer.exp_avg.{name}": torch.ones(2), f"optimizer.step.{name}": torch.tensor(count)}
+    objects = engine_objects(
+        {"client_state": client_state, "optimizer": {"kind": "Lion", "groups": [{"lr": 0.1}]}}, {"from": "us"}
+    )
+    zckpt.save(folder, "t", tensors={**tensors, "client_state.0": torch.arange(3)}, objects=objects)
+
+
+def test_client_state_goes_with_it_and_updates_are_counted_as_deepspeed_does(tmp_path: Path) -> None:
+    stored = {"$stored": ["client_state.0", "int64", [3]]}
+    client = {"t": stored, "p": {"$path": "/a"}, "d": {"$dtype": "bfloat16"}, "n": {"$tuple": [1]}}
+    engine_checkpoint(tmp_path / "run", client)
+    folder = export_universal(zckpt.find(tmp_path / "run"), tmp_path / "universal")
+    model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+    assert torch.equal(model["t"], torch.arange(3))
+    assert (model["p"], model["d"], model["n"]) == ("/a", torch.bfloat16, (1,))
+    steps = [torch.load(folder / "zero" / name / "step.pt", weights_only=True) for name in ("a.weight", "b.weight")]
+    assert steps == [torch.tensor(2.0)] * 2
+    state = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
+    assert "clip_grad" not in state  # DeepSpeed keeps its own
+    clipped = export_universal(zckpt.find(tmp_path / "run"), tmp_path / "other", config={"gradient_clipping": 0.5})
+    assert torch.load(clipped / "zero" / "optimizer_state.pt", weights_only=True)["clip_grad"] == 0.5
+
+
+def test_names_that_would_replace_other_things_are_refused(tmp_path: Path) -> None:
+    engine_checkpoint(tmp_path / "taken", {"global_steps": 77, "note": 1})
+    with pytest.raises(CheckpointInputError, match=r"client state has global_steps, which are keys of DeepSpeed"):
+        export_universal(zckpt.find(tmp_path / "taken"), tmp_path / "universal")
+    for name in ("../../../escaped/w", "a/../../b", "/tmp/w"):
+        root = tmp_path / str(len(name))
+        engine_checkpoint(root, {}, (name, "b"))
+        with pytest.raises(CheckpointInputError, match=r"is no file of a universal checkpoint"):
+            export_universal(zckpt.find(root), tmp_path / "universal")
+    assert not list(tmp_path.rglob("escaped"))
+    assert not (tmp_path / "universal").exists()
+
+
+def test_one_expert_is_no_stack_of_experts(tmp_path: Path) -> None:
+    engine_checkpoint(tmp_path / "run", {}, ("moe.experts.stacked.up", "moe.gate.weight"))
+    tensors = {"model.moe.experts.stacked.up": torch.ones(1, 4, 2)}
+    tensors["optimizer.exp_avg.moe.experts.stacked.up"] = torch.ones(1, 4, 2)
+    objects = zckpt.find(tmp_path / "run").objects
+    zckpt.save(tmp_path / "one", "t", tensors=tensors, objects=objects)
+    folder = export_universal(zckpt.find(tmp_path / "one"), tmp_path / "universal")
+    (path,) = folder.glob("zero/*/fp32.pt")
+    assert path.parent.name == "moe.deepspeed_moe.experts.deepspeed_experts.0.up"
+    assert torch.load(path, weights_only=True)["param"].shape == (4, 2)
+
+
 def test_torchs_files_hold_every_plain_value(tmp_path: Path) -> None:
     value = {"a": [1, -2, 2**70, 1.5, None, True], "b": ("x", {}), 3: torch.arange(6.0).view(2, 3).T, "d": torch.half}
     write_torch_file(tmp_path / "a.pt", {**value, "r": Record("deepspeed.x.Y", (), {"z": 1})})
@@ -101,3 +153,6 @@ def test_json_is_decoded_as_it_was_encoded() -> None:
     assert from_json(to_json(torch.tensor([3]))) == torch.tensor([3])
     with pytest.raises(ValueError, match=r"no key"):
         from_json({"$pairs": [[{}, 1]]})
+    for wrong in ({"$other": 1}, {"$tuple": 1}, {"$dtype": "nn"}, {"$stored": ["a", "int64", [1]]}):
+        with pytest.raises(ValueError, match=r"no mark|no dtype|elsewhere"):
+            from_json(wrong)

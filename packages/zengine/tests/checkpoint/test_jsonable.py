@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zengine.checkpoint.jsonable import decode, encode
+from zckpt.interchange.engine_state import MARKS
+from zengine.checkpoint.jsonable import RESERVED, decode, encode
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 values = st.recursive(
@@ -121,3 +122,7 @@ def test_a_forged_shape_does_not_ask_for_memory():
 def test_what_was_never_encoded_is_refused_with_its_place(forged):
     with pytest.raises(ValueError, match=r"^state\.a\[1\] is not a valid \$"):
         decode({"a": [0, forged]}, "state")
+
+
+def test_converters_know_the_same_marks() -> None:
+    assert RESERVED == MARKS

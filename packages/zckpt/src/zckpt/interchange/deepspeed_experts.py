@@ -46,6 +46,11 @@ def is_expert(name: str) -> bool:
     return EXPERTS in name
 
 
+def is_stack(name: str) -> bool:
+    """True for a parameter of stacked experts, by zpartition's name."""
+    return _STACKED.fullmatch(name) is not None
+
+
 def engine_name(name: str) -> str:
     """DeepSpeed's name of a gate or of an expert's parameter -> zpartition's; other names are unchanged."""
     if match := _GATE.fullmatch(name):

@@ -29,7 +29,7 @@ _KINDS = {  # DeepSpeed's optimizer type, in lower case -> class in zoptim
     "muon": "Muon",
 }
 # Keys that DeepSpeed's engine writes into model states; all others are the client state.
-_ENGINE_KEYS = frozenset(
+ENGINE_KEYS = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes"),
         *("frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler"),
@@ -110,7 +110,7 @@ def _optimizer_state(files: DeepSpeedFiles) -> Mapping[str, Any]:
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
     """The client state, and the locations of values that JSON cannot represent."""
     left: set[str] = set()
-    mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in _ENGINE_KEYS}
+    mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in ENGINE_KEYS}
     return to_json(mine, left, "client_state"), left
 
 

@@ -7,7 +7,7 @@ checkpoints, so an incompatible change in zengine fails there.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, final
 
 import attrs
@@ -46,7 +46,7 @@ def tied_weights(objects: Mapping[str, JSON], stored: Container[str]) -> dict[st
 
 
 def to_json(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
-    """Encode a value as JSON with zengine's four marks ($float, $tensor, $tuple, $pairs).
+    """Encode a value as JSON with four of zengine's marks ($float, $tensor, $tuple, $pairs).
 
     A value without an encoding becomes None, and its location is added to `left`.  So do values nested too deeply,
     and values after the first million (a small pickle can hold 2**60 values by sharing).
@@ -89,24 +89,62 @@ class _JsonEncoder:
         return {"$pairs": made}
 
 
-def from_json(value: JSON) -> Any:
-    """Decode what `to_json` encoded; raises ValueError for marks that it does not write."""
+def from_json(value: JSON, stored: Callable[[str], Tensor] | None = None) -> Any:
+    """Decode what `to_json` or zengine encoded; a path becomes a str, and a device its name.
+
+    stored: returns a tensor that is stored beside the JSON, by name; None: there are none.
+
+    Raises ValueError for marks that neither writes.
+    """
     if isinstance(value, list):
-        return [from_json(each) for each in value]
+        return [from_json(each, stored) for each in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((mark, content),) = value.items()
-        if mark == "$float":
-            return float(str(content))
-        if mark == "$tuple" and isinstance(content, list):
-            return tuple(from_json(each) for each in content)
-        if mark == "$pairs" and isinstance(content, list):
-            return {_key(from_json(key)): from_json(each) for key, each in content}
-        if mark == "$tensor" and isinstance(content, list) and len(content) == 3:
-            number, dtype, shape = content
-            return torch.tensor(from_json(number), dtype=getattr(torch, str(dtype))).reshape(shape)
-    return {key: from_json(each) for key, each in value.items()}
+        if mark.startswith("$"):
+            if mark not in _DECODERS or not isinstance(content, _DECODERS[mark][0]):
+                raise ValueError(f"{mark} is no mark of a checkpoint, or it marks a {type(content).__name__}")
+            return _DECODERS[mark][1](content, stored)
+    return {key: from_json(each, stored) for key, each in value.items()}
+
+
+_Stored = Callable[[str], Tensor] | None
+
+
+def _decode_tensor(content: Any, stored: _Stored) -> Tensor:
+    number, dtype, shape = content
+    return torch.tensor(from_json(number), dtype=_dtype(dtype)).reshape(shape)
+
+
+def _decode_stored(content: Any, stored: _Stored) -> Tensor:
+    if stored is None:
+        raise ValueError(f"the tensor {content[0]!r} is stored elsewhere")
+    return stored(str(content[0]))
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r}")
+    return found
+
+
+# Mark -> the type of what it marks, and its decoder.
+_DECODERS: dict[str, tuple[type, Callable[[Any, _Stored], Any]]] = {
+    "$float": (str, lambda content, stored: float(content)),
+    "$tuple": (list, lambda content, stored: tuple(from_json(each, stored) for each in content)),
+    "$pairs": (
+        list,
+        lambda content, stored: {_key(from_json(key, stored)): from_json(each, stored) for key, each in content},
+    ),
+    "$tensor": (list, _decode_tensor),
+    "$stored": (list, _decode_stored),
+    "$path": (str, lambda content, stored: content),
+    "$dtype": (str, lambda content, stored: _dtype(content)),
+    "$device": (str, lambda content, stored: content),
+}
+MARKS = frozenset(_DECODERS)
 
 
 def _key(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from zckpt.errors import CheckpointExists, CheckpointInputError, CheckpointWriteError, os_error_text
 from zckpt.format.canonical import JSON
 from zckpt.interchange import deepspeed_experts, deepspeed_pipeline
-from zckpt.interchange.deepspeed_run import OPTIONS
+from zckpt.interchange.deepspeed_run import ENGINE_KEYS, OPTIONS
 from zckpt.interchange.engine_state import MODEL, OPTIMIZER, TIED, from_json
 from zckpt.interchange.torch_write import write_torch_file
 from zckpt.interchange.unpickler import Record
@@ -70,6 +70,7 @@ def export_universal(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for name, value in export.files():
+            _check_path(name)
             path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_torch_file(path, value)
@@ -80,6 +81,12 @@ def export_universal(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _check_path(name: str) -> None:
+    """Raise CheckpointInputError for a file outside the folder: names of tensors come from the checkpoint."""
+    if "\\" in name or name.count("/") > 2 or {"", ".", ".."} & set(name.split("/")):
+        raise CheckpointInputError(f"a tensor's name makes {name[:80]!r}, which is no file of a universal checkpoint")
 
 
 @final
@@ -132,7 +139,12 @@ class _Export:
                 shapes[own] = tuple(value.shape)
                 yield f"zero/{own}/fp32.pt", {"cat_dim": 0, "param": value.float()}
             for key in self.states[param]:
-                yield from self.state(param, key)
+                if key != "step":
+                    value = self.checkpoint.tensor(f"{OPTIMIZER}{key}.{param}")
+                    for own, part in self.split(param, value):
+                        yield f"zero/{own}/{key}.pt", {"cat_dim": 0, "param": part.float()}
+        for own in shapes if self.has_steps else ():
+            yield f"zero/{own}/step.pt", self.num_updates()
         groups = self.groups()
         yield "zero/optimizer_state.pt", self.optimizer(groups)
         if self.is_pipeline:
@@ -148,17 +160,18 @@ class _Export:
         names = deepspeed_experts.deepspeed_names(param, value.shape, self.stacks)
         if self.is_pipeline:
             names = [deepspeed_pipeline.deepspeed_name(name) for name in names]
-        return [(names[0], value)] if len(names) == 1 and names[0] else list(zip(names, value.unbind()))
+        is_stack = deepspeed_experts.is_stack(param)
+        return list(zip(names, value.unbind())) if is_stack else [(names[0], value)]
 
-    def state(self, param: str, key: str) -> Iterator[tuple[str, Any]]:
-        value = self.checkpoint.tensor(f"{OPTIMIZER}{key}.{param}")
-        if key != "step":
-            for own, part in self.split(param, value):
-                yield f"zero/{own}/{key}.pt", {"cat_dim": 0, "param": part.float()}
-            return
-        shape = self.checkpoint.tensor(MODEL + param)
-        for own, _ in self.split(param, shape):
-            yield f"zero/{own}/step.pt", value.float().reshape(())
+    @property
+    def has_steps(self) -> bool:
+        """True if the optimizer counts its updates."""
+        return any("step" in keys for keys in self.states.values())
+
+    def num_updates(self) -> Tensor:
+        """Count of the updates, () float32.  DeepSpeed has one for all parameters: the largest of ours."""
+        names = [f"{OPTIMIZER}step.{param}" for param, keys in self.states.items() if "step" in keys]
+        return torch.stack([self.checkpoint.tensor(name).float().reshape(()) for name in names]).max()
 
     def groups(self) -> list[dict[str, Any]]:
         """Options of each parameter group."""
@@ -171,12 +184,12 @@ class _Export:
 
     def optimizer(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Content of optimizer_state.pt: what stages 1 and 2 read, and stage 3's inner dict."""
-        steps = [f"{OPTIMIZER}step.{param}" for param, keys in self.states.items() if "step" in keys]
-        step = self.checkpoint.tensor(steps[0]).float().reshape(()) if steps else float(self.clock("applied_steps"))
+        step = self.num_updates() if self.has_steps else float(self.clock("applied_steps"))
+        clipping = self.config.get("gradient_clipping")
         state: dict[str, Any] = {
             "dynamic_loss_scale": False,
             "overflow": False,
-            "clip_grad": float(self.config.get("gradient_clipping") or 0.0),
+            **({} if clipping is None else {"clip_grad": float(clipping)}),  # without: that of the run that loads it
             "zero_stage": 1,
             "partition_count": 1,
             "ds_version": LAYOUT,
@@ -221,7 +234,13 @@ class _Export:
     def model(self, shapes: Mapping[str, tuple[int, ...]], module: Mapping[str, Tensor] | None) -> dict[str, Any]:
         """Content of the model states: counters, schedule, client state, frozen parameters and buffers."""
         objects = self.checkpoint.objects
-        client = from_json(objects.get("client_state"))
+        client = from_json(objects.get("client_state"), self.checkpoint.tensor)
+        taken = sorted(ENGINE_KEYS & set(client if isinstance(client, dict) else ()))
+        if taken:
+            raise CheckpointInputError(
+                f"the client state has {', '.join(taken)}, which are keys of DeepSpeed's engine in a universal "
+                "checkpoint: save the client state under other keys"
+            )
         kind, state = self.part("scheduler")
         tied = objects.get(TIED)
         return {

@@ -21,7 +21,7 @@ import torch
 
 _TUPLE, _PAIRS, _FLOAT, _TENSOR, _STORED = "$tuple", "$pairs", "$float", "$tensor", "$stored"
 _PATH, _DTYPE, _DEVICE = "$path", "$dtype", "$device"
-_RESERVED = frozenset({_TUPLE, _PAIRS, _FLOAT, _TENSOR, _STORED, _PATH, _DTYPE, _DEVICE})
+RESERVED = frozenset({_TUPLE, _PAIRS, _FLOAT, _TENSOR, _STORED, _PATH, _DTYPE, _DEVICE})
 
 STORED_PREFIX = "client_state."  # of the names of tensors that are stored beside the JSON
 
@@ -70,7 +70,7 @@ def decode(value: Any, where: str = "value", tensors: dict[str, torch.Tensor] | 
         return [decode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    for mark in _RESERVED.intersection(value):
+    for mark in RESERVED.intersection(value):
         try:
             return _DECODERS[mark](value[mark], where, {} if tensors is None else tensors)
         except (
@@ -143,7 +143,7 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], where: str, tensors: _Tensors | None) -> Any:
-    if all(isinstance(key, str) for key in value) and not _RESERVED.intersection(value):
+    if all(isinstance(key, str) for key in value) and not RESERVED.intersection(value):
         return {key: encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
     pairs = value.items()
     return {_PAIRS: [[encode(key, where), encode(item, f"{where}[{key!r}]", tensors)] for key, item in pairs]}
