@@ -133,3 +133,17 @@ def test_numbers_without_names_are_refused_when_shapes_do_not_tell() -> None:
     }
     with pytest.raises(CheckpointInputError, match=r"stage 0 saves the optimizer's state by number.*2 ways"):
         state_parts(TensorParallelRank((model,), ()))
+
+
+def test_parameters_without_a_state_are_passed_over() -> None:
+    module = {"used": torch.zeros(2), "idle": torch.zeros(3), "last": torch.zeros(4)}
+    states = {0: {"exp_avg": torch.ones(2), "step": 1}, 1: {}, 2: {"exp_avg": torch.ones(4), "step": None}}
+    model = {"module": module, "optimizer": {"state": states, "param_groups": [{"params": [0, 1, 2]}]}}
+    found = {(part.name, part.key) for part in state_parts(TensorParallelRank((model,), ()))}
+    assert {pair for pair in found if pair[1] != MASTER} == {
+        ("used", "exp_avg"),
+        ("used", "step"),
+        ("last", "exp_avg"),
+    }
+    model["optimizer"]["state"] = {}  # SGD without momentum
+    assert {part.key for part in state_parts(TensorParallelRank((model,), ()))} == {MASTER}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt, CheckpointReadError
-from zckpt.interchange.torch_file import open_torch_file
+from zckpt.interchange.torch_file import open_torch_file, read_torch_file
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]  # fmt: skip
@@ -60,6 +60,20 @@ def test_tied_tensors_share_their_memory(tmp_path: Path) -> None:
     weight = torch.ones(4, 4)
     with open_torch_file(saved(tmp_path, {"a": weight, "b": weight})) as opened:
         assert opened.value["a"].data_ptr() == opened.value["b"].data_ptr()
+
+
+def test_what_is_read_shares_memory_as_in_the_file(tmp_path: Path) -> None:
+    weight = torch.arange(1000.0)
+    path = saved(
+        tmp_path, {"a": weight, "b": weight, "rows": [weight[k:] for k in range(40)], "t": weight.view(10, 100).T}
+    )
+    found = read_torch_file(path)
+    tensors = [found["a"], found["b"], *found["rows"], found["t"]]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert all(torch.equal(row, weight[k:]) for k, row in enumerate(found["rows"]))
+    assert torch.equal(found["t"], weight.view(10, 100).T)
+    found["a"].zero_()  # its own memory, not the file's
+    assert torch.equal(read_torch_file(path)["a"], weight)
 
 
 class Evil:

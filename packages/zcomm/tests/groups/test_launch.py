@@ -48,6 +48,10 @@ ROWS = {
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "8"},
         Launch(0, 1, 0, 1, "127.0.0.1", 29500, "torchrun"),
     ),
+    "LOCAL_WORLD_SIZE needs no LOCAL_SIZE": (
+        {**TORCHRUN, "LOCAL_SIZE": "auto"},
+        Launch(5, 8, 1, 4, "node0", 4321, "torchrun"),
+    ),
     "LOCAL_SIZE alone": ({"LOCAL_SIZE": "8"}, Launch(0, 1, 0, 1, "127.0.0.1", 29500, "single")),
     "one torchrun rank needs no address": (
         {"RANK": "0", "WORLD_SIZE": "1"},

@@ -122,12 +122,15 @@ def _mixing(stage: int, *, is_known: bool) -> str:
         skip = {"patterns": [r".*(fc1|fc2)\.weight"], "partition_type": "skip"}
         settings["tensor_parallel"]["partition_config"] = {"layer_specs": [skip]}
     engine, *_ = zengine.initialize(model=Decoder(nn.Softmax(-1)), config=settings)
-    try:
-        return str(engine(samples(0)).item())
-    except ValueError as error:
-        return str(error)
-    finally:
-        engine.close()
+    found = []
+    for _ in range(2):  # a loop that goes on after an error meets it again
+        try:
+            found.append(str(engine(samples(0)).item()))
+        except ValueError as error:
+            found.append(str(error))
+    engine.close()
+    assert found[0] == found[1]
+    return found[0]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

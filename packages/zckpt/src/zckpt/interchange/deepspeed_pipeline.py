@@ -12,6 +12,7 @@ must be those of its optimizer's states.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -24,10 +25,10 @@ from zckpt.interchange.deepspeed_files import DeepSpeedFiles, TensorParallelRank
 from zckpt.interchange.deepspeed_tensors import (
     MASTER,
     StatePart,
-    as_tensor,
     check_masters,
     check_replicas,
     optimizer_parts,
+    state_of,
     state_shape,
     states_by_number,
     whole_part,
@@ -157,19 +158,19 @@ def _numbered_parts(
         yield (part for group in groups for part in states_by_number(each, group["params"], mine))
 
 
-def _shapes_of(saved: Any) -> list[tuple[int, ...]]:
-    numbers = [number for group in saved.get("param_groups") or () for number in group["params"]]
-    return sorted(
-        state_shape({str(k): as_tensor(k, v) for k, v in saved["state"].get(number, {}).items()})
-        for number in numbers
-    )
+def _shapes_of(saved: Any) -> tuple[int, Counter[tuple[int, ...]]]:
+    """Number of parameters, and shapes of those that have a state."""
+    states = [state_of(saved, number) for group in saved.get("param_groups") or () for number in group["params"]]
+    return len(states), Counter(state_shape(state) for state in states if state)
 
 
 def _layers_of(shapes: Shapes) -> list[int]:
     return sorted({int(name.partition(".")[0]) for name in shapes if not name.startswith(TIED)})
 
 
-def _assignments(wanted: Sequence[list[tuple[int, ...]]], shapes: Shapes, left: list[int]) -> Iterator[list[Shapes]]:
+def _assignments(
+    wanted: Sequence[tuple[int, Counter[tuple[int, ...]]]], shapes: Shapes, left: list[int]
+) -> Iterator[list[Shapes]]:
     """Ways to give each stage some tied modules and the next layers, so that their shapes are those wanted."""
     if not wanted:
         if not left:
@@ -182,5 +183,5 @@ def _assignments(wanted: Sequence[list[tuple[int, ...]]], shapes: Shapes, left: 
                 prefixes = (*(f"{TIED}{key}." for key in tied), *(f"{layer}." for layer in left[:count]))
                 ordered = sorted(shapes.items(), key=lambda item: not item[0].startswith(TIED))
                 mine = {name: shape for name, shape in ordered if name.startswith(prefixes)} if prefixes else {}
-                if sorted(mine.values()) == wanted[0]:
+                if len(mine) == wanted[0][0] and Counter(mine.values()) >= wanted[0][1]:
                     yield from ([mine, *rest] for rest in _assignments(wanted[1:], shapes, left[count:]))

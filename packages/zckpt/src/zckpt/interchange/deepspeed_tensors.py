@@ -220,12 +220,22 @@ def numbered_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
 def states_by_number(
     saved: Mapping[str, Any], numbers: Sequence[Any], candidates: Mapping[str, tuple[int, ...]]
 ) -> Iterator[StatePart]:
-    """States of the parameters with these numbers, which are some of the candidates, in order."""
-    states = {index: {str(k): as_tensor(k, v) for k, v in saved["state"].get(index, {}).items()} for index in numbers}
-    for index, name in zip(numbers, match_names([state_shape(states[n]) for n in numbers], candidates)):
+    """States of the parameters with these numbers, which are some of the candidates, in order.
+
+    Parameters without a state (never updated, or of SGD without momentum) are passed over.
+    """
+    states = {index: state_of(saved, index) for index in numbers}
+    used = [index for index in numbers if states[index]]
+    for index, name in zip(used, match_names([state_shape(states[n]) for n in used], candidates) if used else ()):
         for key, value in states[index].items():
             flat = value.reshape(-1)
             yield StatePart(name, key, candidates[name], (0, value.numel()), flat.float() if key == STEP else flat)
+
+
+def state_of(saved: Mapping[str, Any], number: Any) -> dict[str, Tensor]:
+    """State of a parameter by key; {} if it has none."""
+    found = saved["state"].get(number, {}).items()
+    return {str(key): as_tensor(key, value) for key, value in found if value is not None}
 
 
 def state_shape(state: Mapping[str, Tensor]) -> tuple[int, ...]:

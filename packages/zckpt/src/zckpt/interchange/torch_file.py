@@ -104,17 +104,22 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
             raise CheckpointCorrupt(f"{path}: its containers are nested too deeply", path=str(path)) from None
 
 
-def _own_memory(value: Any, copies: dict[int, Any]) -> Any:
-    """Copy containers and tensors; shared ones stay shared."""
+def _own_memory(value: Any, copies: dict[Any, Any]) -> Any:
+    """Copy containers and tensors; shared ones stay shared, and so do the storages of views."""
     if id(value) not in copies:
         if isinstance(value, Tensor):
-            copies[id(value)] = value.clone()
+            mapped = value.untyped_storage()
+            key = ("storage", mapped.data_ptr(), mapped.nbytes())
+            whole = copies[key] if key in copies else copies.setdefault(key, mapped.clone())
+            view = torch.empty(0, dtype=value.dtype)
+            copies[id(value)] = view.set_(whole, value.storage_offset(), value.shape, value.stride())
         elif isinstance(value, dict):
             copies[id(value)] = {key: _own_memory(each, copies) for key, each in value.items()}
         elif isinstance(value, (list, tuple)):
             copies[id(value)] = type(value)(_own_memory(each, copies) for each in value)
         elif isinstance(value, Record):
-            copies[id(value)] = Record(value.kind, value.args, _own_memory(value.state, copies))
+            args, state = _own_memory(value.args, copies), _own_memory(value.state, copies)
+            copies[id(value)] = Record(value.kind, args, state)
         else:
             return value
     return copies[id(value)]

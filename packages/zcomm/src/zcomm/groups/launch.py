@@ -116,7 +116,8 @@ def _torchrun(given: Variables) -> Launch:
     world_size = given.number("WORLD_SIZE")
     rank = given.number("RANK")
     alone = world_size == 1  # no rendezvous, so no address is needed
-    local_world_size = given.number("LOCAL_WORLD_SIZE", default=_deepspeed_local_size(given, world_size))
+    has_own = bool(given.env.get("LOCAL_WORLD_SIZE"))
+    local_world_size = given.number("LOCAL_WORLD_SIZE") if has_own else _deepspeed_local_size(given, world_size)
     return Launch(
         rank=rank,
         world_size=world_size,

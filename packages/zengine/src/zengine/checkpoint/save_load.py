@@ -255,7 +255,8 @@ def _small_state(
         lambda: (_objects(run, features, client_state, tensors), _rank_objects(run), stored(tensors)), peers
     )
     common_objects = {key: objects[key] for key in ("features", "client_state", "metrics")}
-    objects |= peers.exchange(common_objects)[0]  # rank 0's: counts and the caller's state may differ between ranks
+    # rank 0's: counts and the caller's state may differ between ranks
+    objects |= peers.exchange(common_objects if peers.rank == 0 else {})[0]
     return objects, rank_objects, held if peers.rank == 0 else []
 
 

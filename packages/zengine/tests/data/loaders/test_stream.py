@@ -151,3 +151,30 @@ def test_a_position_that_the_dataset_refuses_changes_nothing_and_names_it():
     assert next(batches).tolist() == [4, 5, 6, 7]  # the iteration goes on
     commit()
     assert loader.state_dict() == {**before, "epoch": 1, "dataset": {"position": 6}}
+
+
+class Moving(Remembering):
+    """Returns the dict that it goes on to change."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = {"position": 0}
+
+    def __iter__(self):
+        for number in super().__iter__():
+            self.state["position"] = self.position
+            yield number
+
+    def state_dict(self):
+        return self.state
+
+
+def test_a_position_that_was_marked_does_not_move_with_the_dataset():
+    loader = loader_of(Moving(), micro_batch_size=2, world_size=1)
+    batches = iter(loader)
+    next(batches)
+    loader.mark()
+    marked = json.dumps(loader.marked)
+    next(batches)
+    assert json.dumps(loader.marked) == marked
+    assert loader.marked["dataset"] == {"position": 2}

@@ -217,14 +217,14 @@ class _Block:
         """
         if self.was_called and not torch.is_grad_enabled():
             return
-        self.was_called = True
         with torch.inference_mode(False), torch.no_grad():
             whole = _CalledBlock(self._whole(module), args, kwargs)
+        if problem := find_problem(whole, self.plan, self.group, (), {}):  # raised at each call, not at the first
+            raise ValueError(_unfit(self.path, self.plan, problem.replace("block.", f"{self.path}.".lstrip("."))))
+        self.was_called = True
         if torch.is_grad_enabled():
             self.handle.remove()
             self.structure = nn.Identity()
-        if problem := find_problem(whole, self.plan, self.group, (), {}):
-            raise ValueError(_unfit(self.path, self.plan, problem.replace("block.", f"{self.path}.".lstrip("."))))
 
     def _whole(self, module: nn.Module) -> nn.Module:
         """Return the block with its whole weights; at stage 3 reading them in a running module gathers them."""

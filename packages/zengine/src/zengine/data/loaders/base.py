@@ -13,6 +13,7 @@ raises StaleIterationError instead of moving the position of the newer one.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -53,7 +54,7 @@ class Loader(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         active = self._active = object()
-        self.marked = self.marked or self.state_dict()
+        self.marked = self.marked or copy.deepcopy(self.state_dict())  # a dataset may return a state that moves
         batches = self._open()
         while True:
             if self._active is not active:
@@ -77,7 +78,7 @@ class Loader(ABC):
     def mark(self) -> None:
         """Note the position at the end of a step, for a save within the next step."""
         if self.marked:
-            self.marked = self.state_dict()
+            self.marked = copy.deepcopy(self.state_dict())
 
     def set_accumulation(self, accumulation: int) -> None:  # noqa: B027 - the identity by default
         """Set the micro-steps per step, for loaders whose batches depend on the step."""
