@@ -110,9 +110,11 @@ def _own_memory(value: Any, copies: dict[Any, Any]) -> Any:
         if isinstance(value, Tensor):
             mapped = value.untyped_storage()
             key = ("storage", mapped.data_ptr(), mapped.nbytes())
-            whole = copies[key] if key in copies else copies.setdefault(key, mapped.clone())
+            if key not in copies:
+                flat = torch.empty(0, dtype=torch.uint8).set_(mapped, 0, (mapped.nbytes(),), (1,))
+                copies[key] = flat.clone().untyped_storage()
             view = torch.empty(0, dtype=value.dtype)
-            copies[id(value)] = view.set_(whole, value.storage_offset(), value.shape, value.stride())
+            copies[id(value)] = view.set_(copies[key], value.storage_offset(), value.shape, value.stride())
         elif isinstance(value, dict):
             copies[id(value)] = {key: _own_memory(each, copies) for key, each in value.items()}
         elif isinstance(value, (list, tuple)):

@@ -124,9 +124,8 @@ def plan(
     sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
     buckets = (*trained.buckets, *frozen.buckets)
 
-    tiers = dict(zip(trained.buckets, _places(trained, policy)))
-    offloaded = [b for b, tier in tiers.items() if tier is not Tier.DEVICE]
-    on_device = [b for b, tier in tiers.items() if tier is Tier.DEVICE]
+    tiers = _places(trained, policy)
+    offloaded, on_device = ([b for b in tiers if (tiers[b] is Tier.DEVICE) == here] for here in (False, True))
     units = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]  # offloaded ones
 
     def is_apart(bucket: Bucket) -> bool:
@@ -195,8 +194,8 @@ def count_bytes(partition: PartitionState, moved: Mapping[str, int]) -> dict[str
     return {**device, **{owner: size for owner, size in sorted(found.items()) if size}}
 
 
-def _places(layout: Layout, policy: ZeroPolicy) -> tuple[Tier, ...]:
-    return policy.offload.place([bucket.span_numel for bucket in layout.buckets])
+def _places(layout: Layout, policy: ZeroPolicy) -> dict[Bucket, Tier]:
+    return dict(zip(layout.buckets, policy.offload.place([bucket.span_numel for bucket in layout.buckets])))
 
 
 def _offloaded_bytes(
