@@ -30,6 +30,12 @@ def test_it_takes_deepspeeds_arguments_and_returns_its_four_things():
     assert (len(loader), scheduler) == (2, None)
 
 
+def test_it_logs_the_version_as_transformers_tests_expect(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO", logger=deepspeed.utils.logger.name):
+        deepspeed.initialize(model=model(), config=CONFIG)
+    assert f"DeepSpeed info: version={deepspeed.__version__} (zengine {zengine.__version__})" in caplog.text
+
+
 def check_evaluated_then_trained(stage: int) -> None:
     """Evaluate with an engine that is kept, train, and evaluate again, as TRL does."""
     given, x = model(), torch.ones(2, 3)

@@ -20,6 +20,7 @@ from torch import nn
 import zcomm
 import zoptim
 import zpartition
+from zengine.as_deepspeed import API_VERSION
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
@@ -30,7 +31,9 @@ from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
 from zengine.deepspeed.throughput import Throughput
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
+from zengine.deepspeed.utils.logging import log_dist
 from zengine.engine.clock import Phase
+from zengine.imports import own_version
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
 from zengine.pipeline_engine import PipelineEngine
@@ -72,6 +75,7 @@ def initialize(
         ValueError: sizes do not match the world size.
         AssertionError (DeepSpeed's): the config says that the optimizer is none that may be sharded.
     """
+    log_dist(f"DeepSpeed info: version={API_VERSION} (zengine {own_version()})", ranks=[0])
     args, model, config = by_position(args, model, config)
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)

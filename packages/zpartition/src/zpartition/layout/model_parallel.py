@@ -103,11 +103,16 @@ def describe_split(module: nn.Module, mp_group: ModelParallelGroup, addresses: M
     _described[module] = _Description(mp_group, dict(addresses))
 
 
+def _has_addresses(module: nn.Module) -> bool:
+    """Return False for most modules, before an isinstance test: tests against protocols take longer than a layer."""
+    return hasattr(type(module), "addresses")
+
+
 def _split_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Description]]:
     """Yield (name, module, description) of every module with addresses; an `ExpertShardedModule` has all facts."""
     for name, child in module.named_modules():
         own: object = child
-        if isinstance(own, ModelParallelModule):
+        if _has_addresses(child) and isinstance(own, ModelParallelModule):
             yield name, child, _Description(own.mp_group, own.addresses())
         elif child in _described:
             yield name, child, _described[child]
@@ -132,7 +137,7 @@ def expert_shards_of(module: nn.Module) -> dict[str, ModelParallelGroup]:
     found = {
         id(child.get_parameter(name)): child.expert_group
         for child in module.modules()
-        if isinstance(child, ExpertShardedModule) and child.expert_group.size > 1
+        if _has_addresses(child) and isinstance(child, ExpertShardedModule) and child.expert_group.size > 1
         for name in child.addresses()
     }
     return {name: found[id(param)] for name, param in module.named_parameters() if id(param) in found}
