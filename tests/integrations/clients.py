@@ -2,33 +2,34 @@
 
     python -m zengine.as_deepspeed clients.py FOLDER        (by test_clients.py, once for each rank)
 
-All runs share one process, because importing these libraries takes longer than they do.  Each writes its results to
-an entry of FOLDER/rank<N>.json, which the test file checks.
+Each run writes its results to an entry of FOLDER/rank<N>.json, which the test file checks.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import json
+import importlib.metadata
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 import clients_accelerate
 import clients_peft
 import clients_published
 import clients_trl
-import deepspeed
+from two_ranks import report
 
 
 def main(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
+    importlib.metadata.metadata = functools.cache(
+        importlib.metadata.metadata
+    )  # Accelerate and PEFT call it each step
+    rank = os.environ["RANK"]
     saved = folder / "saved"
     clients_trl.save_models(saved)
     clients_peft.write_configs(folder / "peft")
@@ -41,15 +42,7 @@ def main(folder: Path) -> None:
         **clients_published.checks(folder / "published"),
         **clients_accelerate.checks(folder / "accelerate"),
     }  # fmt: skip
-    found: dict[str, Any] = {"deepspeed": deepspeed.__name__}
-    for name, check in checks.items():
-        if any(part in name for part in sys.argv[2:] or [""]):
-            try:
-                found[name] = check()
-            except Exception:
-                found[name] = {"error": traceback.format_exc()}
-        (folder / f"rank{rank}.json").write_text(json.dumps(found))
-        gc.collect()
+    report(checks, folder / f"rank{rank}.json", sys.argv[2:])
 
 
 if __name__ == "__main__":

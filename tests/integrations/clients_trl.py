@@ -167,28 +167,41 @@ def score(completions: list[str], **_: Any) -> list[float]:
     return [sum(word.endswith("3") for word in text.split()) + len({*text.split()}) / 10 for text in completions]
 
 
-def grpo(folder: Path, stage: int | None, saved: Path, *, gathers: bool = True, kinds: Any = None) -> Any:
+def grpo(
+    folder: Path, stage: int | None, saved: Path, *, kinds: Any = None, adapts: bool = False, **more: Any
+) -> Any:
     """GRPO with a reference model; generation runs inside `unwrap_model_for_generation`."""
     trainer, arguments = kinds or (GRPOTrainer, GRPOConfig)
-    more = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "ds3_gather_for_generation": gathers}
+    fixed = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
     return trainer(
         model=str(saved / "causal"),
         reward_funcs=score,
-        args=arguments(**more, **options(folder, stage)),
+        args=arguments(**{**options(folder, stage), **fixed, **more}),
         train_dataset=Dataset.from_dict({"prompt": texts(32, 4, 1)}),
         processing_class=tokenizer(),
+        peft_config=LoraConfig(**ADAPTER) if adapts else None,
     )
 
 
 def grpo_sharded(folder: Path, stage: int | None, saved: Path) -> Any:
-    return grpo(folder, stage, saved, gathers=False)
+    return grpo(folder, stage, saved, ds3_gather_for_generation=False)
+
+
+def grpo_lora(folder: Path, stage: int | None, saved: Path) -> Any:
+    return grpo(folder, stage, saved, adapts=True)
+
+
+def grpo_reused(folder: Path, stage: int | None, saved: Path) -> Any:
+    """Each generation is trained on twice, with checkpointing, and the reference follows every second step."""
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 2, "gradient_checkpointing": True}
+    return grpo(folder, stage, saved, num_iterations=2, steps_per_generation=4, max_steps=6, **follows)
 
 
 def rloo(folder: Path, stage: int | None, saved: Path) -> Any:
     return grpo(folder, stage, saved, kinds=(RLOOTrainer, RLOOConfig))
 
 
-TRAINERS = (sft, sft_lora, dpo, dpo_precomputed, kto, reward, grpo, grpo_sharded, rloo)
+TRAINERS = (sft, sft_lora, dpo, dpo_precomputed, kto, reward, grpo, grpo_sharded, grpo_lora, grpo_reused, rloo)
 LOGGED = ("loss", "grad_norm", "reward", "kl", "rewards/margins")
 
 

@@ -2,17 +2,14 @@
 
     python -m zengine.as_deepspeed hugging_face.py FOLDER        (by test_hugging_face.py, once for each rank)
 
-All runs share one process, because importing transformers takes longer than they do.  Each writes its results to an
-entry of FOLDER/rank<N>.json, which the test file checks.
+Each run writes its results to an entry of FOLDER/rank<N>.json, which the test file checks.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +51,7 @@ from transformers.integrations.deepspeed import (
     is_deepspeed_zero3_enabled,
     unset_hf_deepspeed_config,
 )
+from two_ranks import report
 
 
 def without_deepspeed(folder: Path) -> dict[str, Any]:
@@ -370,15 +368,8 @@ def main(folder: Path) -> None:
         "experts": lambda: with_experts(folder / "experts"),
         "split": lambda: with_layers_split(folder / "split"),  # last, because Accelerate keeps its mesh
     }
-    found: dict[str, Any] = {"deepspeed": deepspeed.__name__}
-    rank = int(os.environ["RANK"])
-    for name, check in checks.items():
-        try:
-            found[name] = check()
-        except Exception:
-            found[name] = {"error": traceback.format_exc()}
-        (folder / f"rank{rank}.json").write_text(json.dumps(found))
-        gc.collect()
+    rank = os.environ["RANK"]
+    report(checks, folder / f"rank{rank}.json", sys.argv[2:])
 
 
 if __name__ == "__main__":

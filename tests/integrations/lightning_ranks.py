@@ -2,25 +2,21 @@
 
     python -m zengine.as_deepspeed lightning_ranks.py FOLDER        (by test_lightning.py, once for each rank)
 
-All runs share one process, because importing Lightning takes longer than they do.  Each writes its results to an
-entry of FOLDER/<number of ranks>-<rank>.json, which the test file checks.
+Each run writes its results to an entry of FOLDER/<number of ranks>-<rank>.json, which the test file checks.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import logging
 import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
-import deepspeed
 import lightning_runs_fabric
 import lightning_runs_trainer
 from lightning_parts import allow_cpus
+from two_ranks import report
 
 
 def main(folder: Path) -> None:
@@ -32,14 +28,7 @@ def main(folder: Path) -> None:
         checks = lightning_runs_trainer.on_one_rank(folder)
     else:
         checks = {**lightning_runs_trainer.checks(folder), **lightning_runs_fabric.checks(folder)}
-    found = {"deepspeed": deepspeed.__name__}
-    for name, check in checks.items():
-        try:
-            found[name] = check()
-        except Exception:
-            found[name] = {"error": traceback.format_exc()}
-        gc.collect()
-    (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
+    report(checks, folder / f"{ranks}-{rank}.json", sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""Start a script on two CPU ranks with zengine as its `deepspeed`, and read what each rank has found."""
+"""Start a script on two CPU ranks with zengine as its `deepspeed`; write and read what each rank has found.
+
+All runs of a script share one process on each rank, because importing their libraries takes longer than they do.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +41,23 @@ def run(script: Path, folder: Path, limit_s: int = 280) -> list[dict[str, Any]]:
     logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in (0, 1))
     assert codes == [0, 0], logs
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def report(checks: Mapping[str, Callable[[], Any]], path: Path, wanted: list[str]) -> None:
+    """Run checks on a rank and write their results or errors as JSON; `wanted` are parts of names, or empty."""
+    import deepspeed  # the one that the rank was started with
+
+    found: dict[str, Any] = {"deepspeed": deepspeed.__name__}
+    gc.collect()
+    gc.freeze()  # the libraries' objects, which Accelerate's collection before each training would visit
+    for name, check in checks.items():
+        if any(part in name for part in wanted or [""]):
+            try:
+                found[name] = check()
+            except Exception:
+                found[name] = {"error": traceback.format_exc()}
+            gc.collect()
+    path.write_text(json.dumps(found))
 
 
 def of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:

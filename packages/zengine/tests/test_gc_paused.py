@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -20,11 +21,13 @@ def test_it_rests_inside_also_when_nested_and_after_an_exception():
     assert gc.isenabled()
 
 
-def test_what_is_made_inside_counts_as_old_and_is_collected_all_the_same():
-    class Node:
-        pass
+class Node:
+    itself: Node
 
+
+def test_what_imports_make_inside_counts_as_old_and_is_collected_all_the_same(monkeypatch: pytest.MonkeyPatch):
     with gc_paused():
+        monkeypatch.setitem(sys.modules, "imported_inside", sys)
         node = Node()
         node.itself = node
         alive = weakref.ref(node)
@@ -33,6 +36,16 @@ def test_what_is_made_inside_counts_as_old_and_is_collected_all_the_same():
     gc.collect(0)
     assert alive() is not None
     gc.collect()
+    assert alive() is None
+
+
+def test_without_an_import_no_object_counts_as_older():
+    with gc_paused():
+        node = Node()
+        node.itself = node
+        alive = weakref.ref(node)
+        del node
+    gc.collect(0)
     assert alive() is None
 
 

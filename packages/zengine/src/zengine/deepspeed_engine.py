@@ -26,6 +26,7 @@ import zcomm
 from zengine.build import compile, loaders
 from zengine.build.trainable import dtype_of
 from zengine.checkpoint import export
+from zengine.checkpoint.recovery_script import make_executable, write_recovery_script
 from zengine.config import Plan
 from zengine.data.loaders.base import Loader, PostProcess
 from zengine.deepspeed_getters import PlanGetters
@@ -397,6 +398,14 @@ class DeepSpeedEngine(PlanGetters):
         from zengine.checkpoint.single_files import TorchCheckpointEngine
 
         return TorchCheckpointEngine()
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Write `zero_to_fp32.py` into a folder of checkpoints; `deepspeed.initialize` lets saves do so."""
+        write_recovery_script(save_path)
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Make the script executable; failures are logged."""
+        make_executable(dst)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
         """Return the path of DeepSpeed's optimizer file of an expert-parallel rank; our checkpoints have none."""

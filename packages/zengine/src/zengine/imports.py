@@ -62,14 +62,15 @@ def gc_paused() -> Iterator[None]:
 
     Imports make many objects that stay alive, so the collector runs dozens of times, traverses all of torch each
     time and frees nothing: a fifth of the time of our imports.  Freezing and unfreezing moves the new objects to the
-    oldest generation, as that many collections would, without traversing them.
+    oldest generation, as that many collections would, without traversing them.  It is left out if nothing was
+    imported: with a million frozen objects the question takes 50 ms.
     """
-    was_on = gc.isenabled()
+    was_on, imported = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # otherwise a caller keeps some objects frozen
+        if len(sys.modules) > imported and gc.get_freeze_count() == 0:  # otherwise a caller keeps some objects frozen
             gc.freeze()
             gc.unfreeze()
         if was_on:

@@ -30,6 +30,25 @@ def test_it_takes_deepspeeds_arguments_and_returns_its_four_things():
     assert (len(loader), scheduler) == (2, None)
 
 
+def test_it_logs_the_version_as_transformers_tests_expect(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO", logger=deepspeed.utils.logger.name):
+        deepspeed.initialize(model=model(), config=CONFIG)
+    assert f"DeepSpeed info: version={deepspeed.__version__} (zengine {zengine.__version__})" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_recovery_script_lies_beside_checkpoints_of_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int
+):
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "zero_optimization": {"stage": stage}})
+    engine.save_checkpoint(str(tmp_path))
+    assert (tmp_path / "zero_to_fp32.py").exists() == (stage > 0)
+    with caplog.at_level("INFO", logger=deepspeed.utils.logger.name):
+        engine._change_recovery_script_permissions(str(tmp_path / "nowhere/zero_to_fp32.py"))
+    assert "nowhere/zero_to_fp32.py is not executable" in caplog.text
+    engine.destroy()
+
+
 def check_evaluated_then_trained(stage: int) -> None:
     """Evaluate with an engine that is kept, train, and evaluate again, as TRL does."""
     given, x = model(), torch.ones(2, 3)

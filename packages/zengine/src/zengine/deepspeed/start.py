@@ -20,6 +20,8 @@ from torch import nn
 import zcomm
 import zoptim
 import zpartition
+from zengine.as_deepspeed import API_VERSION
+from zengine.checkpoint.recovery_script import write_recovery_script
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
@@ -30,7 +32,11 @@ from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
 from zengine.deepspeed.throughput import Throughput
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
+from zengine.deepspeed.utils.logging import log_dist
 from zengine.engine.clock import Phase
+from zengine.engine.parts import Run
+from zengine.features import Feature
+from zengine.imports import own_version
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
 from zengine.pipeline_engine import PipelineEngine
@@ -72,6 +78,7 @@ def initialize(
         ValueError: sizes do not match the world size.
         AssertionError (DeepSpeed's): the config says that the optimizer is none that may be sharded.
     """
+    log_dist(f"DeepSpeed info: version={API_VERSION} (zengine {own_version()})", ranks=[0])
     args, model, config = by_position(args, model, config)
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
@@ -98,12 +105,24 @@ def initialize(
     return found
 
 
+class RecoveryScript(Feature):
+    """Writes `zero_to_fp32.py` beside checkpoints of ZeRO 1 to 3."""
+
+    def attach(self, run: Run) -> None:
+        self._writes = run.parts.world.rank == 0 and run.plan.zero.stage > 0
+
+    def checkpoint_saved(self, save_dir: str) -> None:
+        if self._writes:
+            write_recovery_script(save_dir)
+
+
 def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
     """Give the engine, its module, parameters and optimizer what only DeepSpeed's interface has."""
     mark_configured(engine.module, engine.plan.leaf_modules)
     engine.add_feature(returned)
     engine.add_feature(ZeroMarks())
     engine.add_feature(Throughput(engine.train_batch_size()))
+    engine.add_feature(RecoveryScript())
     if engine.optimizer is None:
         _evaluating.add(engine)
     if isinstance(engine, PipelineEngine):

@@ -243,9 +243,12 @@ class Engine(nn.Module):
             zckpt.CheckpointError: any rank failed; on every rank.  Earlier checkpoints are unchanged.
         """
         state, trained_only = client_state or {}, exclude_frozen_parameters
-        return self.parts.checkpoints.save(
+        folder = self.parts.checkpoints.save(
             self._run, self._features, save_dir, tag, state, latest=save_latest, trained_only=trained_only
         )
+        for feature in self._features:
+            feature.checkpoint_saved(save_dir)
+        return folder
 
     def load_checkpoint(
         self,

@@ -61,6 +61,9 @@ class Feature:
     def step_end(self, report: StepReport) -> None:
         """Run after a boundary, applied or skipped."""
 
+    def checkpoint_saved(self, save_dir: str) -> None:
+        """Run on each rank after `save_checkpoint`; a background save may still be writing."""
+
     def close(self) -> None:
         """Detach; the engine's parts still work.  Called once, on each rank that closes: no collectives."""
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,20 @@ def save_at(stage: int, folder: str) -> dict[str, torch.Tensor]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("run")
     return folder, run_ranks(save_at, 2, 3, str(folder))[0]
+
+
+def test_the_script_beside_the_checkpoint_writes_the_weights(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+):
+    folder, found = saved
+    assert os.access(folder / "zero_to_fp32.py", os.X_OK)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", ".", "whole", "--safe_serialization"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path("zero_to_fp32.py", run_name="__main__")
+    written = safetensors.torch.load_file(folder / "whole/model.safetensors")
+    for name, weight in found.items():
+        torch.testing.assert_close(written[name], weight, rtol=0, atol=0)
 
 
 def test_converters_find_the_small_state_in_files_of_torch(saved: tuple[Path, dict[str, torch.Tensor]]):

@@ -1,13 +1,12 @@
 """`set_z3_leaf_modules` and related functions: modules that stage 3 gathers as one unit, set before `initialize`.
 
-DeepSpeed sets a flag on the modules; here a table beside them holds it, which `deepspeed.initialize` copies to the
-config's `zero_optimization.leaf_module.names`; afterwards the table includes the config's modules.  Unlike in
-DeepSpeed, a missing name that raises marks nothing.
+DeepSpeed's flag on the modules marks them (Accelerate reads it).  `deepspeed.initialize` copies their names to the
+config's `zero_optimization.leaf_module.names`; afterwards the config's modules are marked, too.  Unlike in DeepSpeed,
+a missing name that raises marks nothing.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
@@ -28,12 +27,12 @@ __all__ = [
 
 Named = Mapping[str, nn.Module]
 
-_leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_MARK = "_z3_leaf"
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Return True if `model` is marked."""
-    return model in _leaves
+    return bool(getattr(model, _MARK, False))
 
 
 def z3_leaf_parameter(model: Parameter) -> bool:
@@ -43,12 +42,12 @@ def z3_leaf_parameter(model: Parameter) -> bool:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark or unmark one module."""
-    _leaves.add(model) if flag else _leaves.discard(model)
+    setattr(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the marked modules of `model`."""
-    return [module for module in model.modules() if module in _leaves]
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_modules(
@@ -95,7 +94,7 @@ def set_z3_leaf_modules_by_suffix(
 
 def leaf_names(model: nn.Module | None) -> tuple[str, ...]:
     """Return the qualified names of the marked modules of `model`, outermost first; "" is `model` itself."""
-    return () if model is None else tuple(name for name, module in model.named_modules() if module in _leaves)
+    return () if model is None else tuple(name for name, module in model.named_modules() if z3_leaf_module(module))
 
 
 def mark_configured(model: nn.Module, leaf_modules: Mapping[str, Sequence[str]]) -> None:
