@@ -37,7 +37,7 @@ def open_mpi(environ: dict[str, str], hosts: int = 1) -> None:
 
 
 def test_an_mpi_job_by_its_launcher_s_variables(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     open_mpi(environ)
     dist.mpi_discovery(distributed_port=1234, verbose=False)
     assert written(environ) == ["3", "3", "4", "127.0.0.1", "1234"]
@@ -51,7 +51,7 @@ def test_an_mpi_job_by_mpi4py(environ: dict[str, str], monkeypatch: pytest.Monke
         allgather=lambda name: ["a", "b", "b"],
     )
     mpi = SimpleNamespace(COMM_WORLD=world, Get_processor_name=lambda: "b")
-    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     comm.mpi_discovery()
     assert written(environ) == ["2", "1", "3", "10.0.0.1", "29500"]
 

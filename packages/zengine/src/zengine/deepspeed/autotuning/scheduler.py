@@ -148,8 +148,8 @@ class ResourceManager:
                 self.experiment_check()
             else:
                 raise ValueError(
-                    f"experiment {exp['name']!r} needs {exp['num_nodes']} hosts with {exp['num_gpus']} slots; there are "
-                    f"{self.status() or 'none'}. Lower num_nodes or num_gpus"
+                    f"experiment {exp['name']!r} needs {exp['num_nodes']} hosts with {exp['num_gpus']} slots; there "
+                    f"are {self.status() or 'none'}. Lower num_nodes or num_gpus"
                 )
         while self.running_experiments:
             self.experiment_check()
@@ -232,7 +232,7 @@ class ResourceManager:
         return ", ".join(f"{node.host} ({len(node.idle_slots)} idle gpus)" for node in self.nodes)
 
     def parse_results(self, metric: str) -> tuple[Experiment | None, float | None]:
-        """Return the finished experiment with the largest `metric`, and the value; (an experiment, None) without one."""
+        """Return the experiment with the largest `metric`, and the value; None for what there is not."""
         best: tuple[Experiment | None, float | None] = (None, None)
         for exp, error in self.finished_experiments.values():
             if error:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -54,11 +55,11 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
         AssertionError (DeepSpeed's): torch.distributed runs already, with other ranks.
     """
     try:
-        from mpi4py import MPI
+        mpi = importlib.import_module("mpi4py.MPI")
     except ImportError:
         found = _of_launcher()
     else:
-        found = _of_mpi(MPI)
+        found = _of_mpi(mpi)
     rank, world_size, local_rank, address = found
     if is_initialized():
         assert get_rank() == rank, f"MPI rank {rank} does not match torch rank {get_rank()}"
