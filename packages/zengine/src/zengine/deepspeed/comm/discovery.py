@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-import socket
 from typing import Any
 
 import zcomm
@@ -46,41 +44,23 @@ def in_dlts() -> bool:
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Write the ranks of an MPI job to the environment; rank 0's address comes from mpi4py, if it is installed.
+    """Write the ranks of an MPI job to the environment, by the launcher's variables; mpi4py is not needed.
 
-    Without mpi4py the launcher's variables are read; then a job of several hosts needs MASTER_ADDR.
+    A job of several hosts needs MASTER_ADDR.
 
     Raises:
         ValueError: a variable is missing or contradicts another.
         AssertionError (DeepSpeed's): torch.distributed runs already, with other ranks.
     """
-    try:
-        mpi = importlib.import_module("mpi4py.MPI")
-    except ImportError:
-        found = _of_launcher()
-    else:
-        found = _of_mpi(mpi)
-    rank, world_size, local_rank, address = found
+    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    launch = zcomm.detect(own)
+    rank, world_size = launch.rank, launch.world_size
     if is_initialized():
         assert get_rank() == rank, f"MPI rank {rank} does not match torch rank {get_rank()}"
         assert get_world_size() == world_size, (
             f"MPI world size {world_size} does not match torch world size {get_world_size()}"
         )
-    _write([rank, local_rank, world_size, address, distributed_port], "MPI", verbose=verbose)
-
-
-def _of_launcher() -> tuple[int, int, int, str]:
-    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    launch = zcomm.detect(own)
-    return launch.rank, launch.world_size, launch.local_rank, launch.address
-
-
-def _of_mpi(mpi: Any) -> tuple[int, int, int, str]:
-    world = mpi.COMM_WORLD
-    rank, name = world.Get_rank(), mpi.Get_processor_name()
-    address = world.bcast(socket.gethostbyname(socket.gethostname()) if rank == 0 else None, root=0)
-    local_rank = world.allgather(name)[:rank].count(name)
-    return rank, world.Get_size(), local_rank, address
+    _write([rank, launch.local_rank, world_size, launch.address, distributed_port], "MPI", verbose=verbose)
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
