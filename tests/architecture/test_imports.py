@@ -125,7 +125,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("ModelParallelGroup", "FullTensors", "expert_shards_of", "experts", "load_own_slices", "check_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
             *("is_gathered", "local_weight"),  # attributes of parameters
-            *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
+            *("pipeline", "pipeline.PipelineModule"),
+            *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "TiedLayerSpec")),
             *(
                 f"safe_{verb}_full_{what}"
                 for verb in ("get", "set")

@@ -24,9 +24,18 @@ ABSENT: dict[str, str] = {
         "experiments are not started from the command line. `zengine plan ds.json` predicts memory and traffic of a "
         "config, and zengine.planning recommends one; then start the script without --autotuning."
     ),
-    "runtime.pipe.schedule.DualPipeVSchedule": (
-        'pipelines run four schedules of their own. Write "pipeline": {"schedule": "zero_bubble"}, which also '
-        "fills the bubble."
+    **dict.fromkeys(
+        ("runtime.pipe.dualpipev.DualPipeVEngine", "runtime.pipe.dualpipev.DualPipeVModule"),
+        "pipelines run four schedules of their own; DualPipeVSchedule lists DualPipeV's steps. Write "
+        '"pipeline": {"schedule": "zero_bubble"}, which also fills the bubble.',
+    ),
+    **dict.fromkeys(
+        ("comm.ccl.CCLBackend", "comm.ccl.CCLHandler"),
+        "Intel's oneCCL is not used. Leave the backend out, or write gloo: ranks of one host exchange large tensors "
+        "through shared memory.",
+    ),
+    "utils.pin_memory.NativePinnedMemory": (
+        "it locks pages by a library of its own. Use tensor.pin_memory() or get_accelerator().pin_memory(tensor)."
     ),
     "module_inject.GroupQuantizer": (
         "it makes int8 weights for fused inference layers. Use deepspeed.linear.QuantizedLinear for frozen weights."

@@ -109,6 +109,7 @@ class PipelineModule(nn.Module):
         count = num_stages if num_stages is not None else topology.get_dim("pipe") if topology is not None else 1
         self.pipeline_position = PipelinePosition.here(count)
         _check_topology(self.pipeline_position, topology)
+        self.given_topology = topology
         self.num_stages = count * stages_per_rank
         self.partition_method, self.seed_layers = partition_method, seed_layers
         self.bounds = partition_balanced(weights_of(specs, partition_method), self.num_stages)

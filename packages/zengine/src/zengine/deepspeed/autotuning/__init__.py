@@ -1,9 +1,7 @@
-"""`deepspeed.autotuning`: not available; `zengine plan` predicts without experiments."""
+"""`deepspeed.autotuning`: the scheduler of experiments; the search for a config is `zengine plan`'s."""
 
 from __future__ import annotations
 
-from zengine.deepspeed.absent import absent
+from zengine.deepspeed.autotuning.autotuner import Autotuner
 
 __all__ = ["Autotuner"]
-
-Autotuner = absent("autotuning.Autotuner")

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup, ReduceOp
 
+from zengine.deepspeed.comm.discovery import (
+    in_aml,
+    in_aws_sm,
+    in_dlts,
+    mpi_discovery,
+    patch_aml_env_for_torch_nccl_backend,
+    patch_aws_sm_env_for_torch_nccl_backend,
+)
 from zengine.deepspeed.comm.summary import (
     configure,
     get_comm_operation_count,
@@ -116,6 +124,9 @@ __all__ = [
     "has_coalescing_manager",
     "has_comm_data",
     "has_reduce_scatter_tensor",
+    "in_aml",
+    "in_aws_sm",
+    "in_dlts",
     "inference_all_reduce",
     "init_distributed",
     "initialize_mesh_device",
@@ -125,7 +136,10 @@ __all__ = [
     "isend",
     "log_summary",
     "monitored_barrier",
+    "mpi_discovery",
     "new_group",
+    "patch_aml_env_for_torch_nccl_backend",
+    "patch_aws_sm_env_for_torch_nccl_backend",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zengine.deepspeed.comm.constants import *  # noqa: F403
+from zengine.deepspeed.comm.discovery import *  # noqa: F403
 from zengine.deepspeed.comm.summary import *  # noqa: F403
 from zengine.deepspeed.comm.torch import TorchBackend
 from zengine.deepspeed.comm.utils import *  # noqa: F403

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from zengine.deepspeed.absent import NotAvailable
 from zengine.deepspeed.runtime.pipe import schedule
 
 
@@ -61,7 +60,7 @@ def test_every_message_has_a_partner_and_every_buffer_exists(stages: int, micro_
         assert names[stage].count("RecvGrad") == names[stage + 1].count("SendGrad")
 
 
-def test_a_schedule_without_a_pipeline_and_one_that_is_absent():
+def test_a_schedule_without_a_pipeline():
     found = schedule.DataParallelSchedule(2, 1, 0)
     assert text(found)[1] == "LoadMicroBatch0 ForwardPass0 BackwardPass0 ReduceGrads OptimizerStep"
     assert (found.num_micro_batches, found.num_stages, found.is_first_stage, found.is_last_stage) == (
@@ -71,5 +70,31 @@ def test_a_schedule_without_a_pipeline_and_one_that_is_absent():
         True,
     )
     assert repr(schedule.SendGrad(buffer_id=1)) == "SendGrad(buffer_id=1)"
-    with pytest.raises(NotAvailable, match="zero_bubble"):
-        schedule.DualPipeVSchedule(4, 2, 0)
+
+
+def test_dual_pipe_v_lists_the_steps_of_both_phases():
+    found = schedule.DualPipeVSchedule(4, 2, 1)
+    assert found.num_pipe_buffers() == 8
+    initials = [
+        " ".join("".join(filter(str.isupper, each.name)) + str(each.kwargs.get("buffer_id", "")) for each in step)
+        for step in found
+    ]
+    assert initials == [
+        "RA0",
+        "CPP FP0 RA1 CPP FP4 SA4",
+        "CPP FP1 RA2 CPP FP5",
+        "CPP FP2 SA5 RG4 CPP BP4 CPP FP6 BP0 SA6 SG0",
+        "RA3 RG5 CPP FP3 BP5 CPP FP7 BP1 SA7 SG1",
+        "RG6 CPP BP6 CPP BP2 SG2",
+        "RG7 CPP BP7 CPP BP3 SG3",
+        "CPP",
+        "CPP",
+        "CPP RTG RG OS",
+    ]
+    forward = [each for step in schedule.DualPipeVSchedule(4, 2, 0, forward_only=True) for each in step]
+    assert {each.name for each in forward} == {
+        *("LoadMicroBatch", "ForwardPass", "SendActivation", "RecvActivation", "CommitP2P")
+    }
+    assert [each.phase for each in forward if each.name == "ForwardPass"].count(1) == 4
+    with pytest.raises(ValueError, match="needs 4 micro-batches or more, got 3"):
+        schedule.DualPipeVSchedule(3, 2, 0)

@@ -9,15 +9,16 @@ of the batch are idle steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from zengine.deepspeed.absent import absent
 from zengine.deepspeed.runtime.utils import call_to_str
 
 __all__ = [
     "BackwardPass",
     "BufferOpInstruction",
+    "CommitP2P",
     "DataParallelSchedule",
     "DualPipeVSchedule",
     "ForwardPass",
@@ -95,6 +96,10 @@ class SendGrad(BufferOpInstruction):
 
 class RecvGrad(BufferOpInstruction):
     """Receive the gradient of the output from the next stage."""
+
+
+class CommitP2P(PipeInstruction):
+    """Start the sends and receives named since the last one, and wait for them."""
 
 
 Step = list[PipeInstruction]
@@ -233,4 +238,90 @@ class DataParallelSchedule(PipeSchedule):
         return 1
 
 
-DualPipeVSchedule = absent("runtime.pipe.schedule.DualPipeVSchedule")
+class DualPipeVSchedule(PipeSchedule):
+    """DeepSeek's DualPipeV: a rank holds stages s and 2 * stages - 1 - s, phases 0 and 1; the first has the loss.
+
+    A buffer is phase * micro_batches + micro-batch.  Backwards are not split, so the steps that would run gradients
+    of weights only commit messages.
+
+    Raises ValueError for fewer micro-batches than 2 * stages.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, forward_only: bool = False) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        if micro_batches < 2 * stages:
+            raise ValueError(
+                f"DualPipeV of {stages} stages needs {2 * stages} micro-batches or more, got {micro_batches}"
+            )
+        self.forward_only = forward_only
+
+    def num_pipe_buffers(self) -> int:
+        """Return one for each phase and micro-batch."""
+        return 2 * self.micro_batches
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the instructions of each step."""
+        self._counts: Counter[tuple[type[PipeInstruction], int]] = Counter()
+        before, after = self.stages - self.stage_id - 1, self.stage_id + 1  # ranks behind this one, and up to it
+        for _ in range(2 * before):
+            yield self._forward(0)
+        yield self._message(RecvActivation, 0)
+        for index in range(after):
+            step = [CommitP2P(), *self._run(ForwardPass, 0), *self._message(RecvActivation, 0)]
+            step += self._forward(1, sends=not self.is_last_stage or index < after - 1)
+            yield [*step, *self._message(SendActivation, 0)]
+        for _ in range(before):
+            step = [*self._backward(1), *self._message(RecvActivation, 1), *self._weights()]
+            yield [*step, CommitP2P(), *self._run(ForwardPass, 1), *self._message(SendActivation, 1)]
+        for index in range(self.micro_batches - 2 * self.stages + after):
+            yield [*self._first_both(is_first=index == 0), *self._both(1)]
+        for _ in range(before):
+            yield [*self._backward(1), *self._both(1)]
+        for _ in range(after):
+            yield [*self._backward(1), *self._backward(0)]
+        for _ in range(before):
+            yield [*self._weights(), *self._backward(0)]
+        for _ in range(after):
+            yield self._weights()
+        yield [CommitP2P(), *([] if self.forward_only else [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()])]
+
+    def _run(self, kind: type[BufferOpInstruction], phase: int) -> Step:
+        """Return an instruction for the next buffer of a phase; inputs are loaded before their first forward."""
+        if self.forward_only and kind in (BackwardPass, SendGrad, RecvGrad):
+            return []
+        buffer = phase * self.micro_batches + self._counts[kind, phase]
+        self._counts[kind, phase] += 1
+        is_input = kind is ForwardPass and self.is_first_stage and phase == 0
+        return [*([LoadMicroBatch(buffer)] if is_input else []), kind(buffer, phase=phase)]
+
+    def _message(self, kind: type[BufferOpInstruction], phase: int) -> Step:
+        """Return a message, unless the phase begins or ends on this rank at that side."""
+        is_upward = kind in (RecvActivation, SendGrad)  # to or from the stage before
+        ends = (self.is_first_stage, self.is_last_stage)
+        return [] if ends[phase if is_upward else 1 - phase] else self._run(kind, phase)
+
+    def _forward(self, phase: int, *, sends: bool = True) -> Step:
+        step = [*self._message(RecvActivation, phase), CommitP2P(), *self._run(ForwardPass, phase)]
+        return [*step, *self._message(SendActivation, phase)] if sends else step
+
+    def _backward(self, phase: int) -> Step:
+        step = [*self._message(RecvGrad, phase), CommitP2P(), *self._run(BackwardPass, phase)]
+        return [*step, *self._message(SendGrad, phase)]
+
+    def _both(self, phase: int, *, receives: bool = True) -> Step:
+        """Return a forward of one phase with a backward of the other."""
+        step = self._message(RecvActivation, phase) if receives else []
+        step += [*self._message(RecvGrad, 1 - phase), CommitP2P()]
+        step += [*self._run(ForwardPass, phase), *self._run(BackwardPass, 1 - phase)]
+        return [*step, *self._message(SendActivation, phase), *self._message(SendGrad, 1 - phase)]
+
+    def _first_both(self, *, is_first: bool) -> Step:
+        """Return `_both(0)`; the first one has received already, and on the last rank it turns around."""
+        if not is_first or not self.is_last_stage:
+            return self._both(0, receives=not is_first)
+        step = [CommitP2P(), *self._run(ForwardPass, 0), *self._message(SendActivation, 1)]
+        step += [*self._message(RecvGrad, 1), CommitP2P(), *self._run(BackwardPass, 1)]
+        return [*step, *self._message(SendActivation, 0), *self._message(SendGrad, 1)]
+
+    def _weights(self) -> Step:
+        return [] if self.forward_only else [CommitP2P()]
