@@ -30,6 +30,7 @@ from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
 from zengine.deepspeed.throughput import Throughput
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
+from zengine.deepspeed.wall_clock import EngineObjects, WallClock
 from zengine.engine.clock import Phase
 from zengine.initialize import Initialized, by_position, pick_config
 from zengine.initialize import initialize as make_engine
@@ -70,9 +71,11 @@ def initialize(
 
     Raises what `zengine.initialize` does, and
         ValueError: sizes do not match the world size.
-        AssertionError (DeepSpeed's): the config says that the optimizer is none that may be sharded.
+        AssertionError (DeepSpeed's): there is no model, or the config says that the optimizer is none that may be
+            sharded.
     """
     args, model, config = by_position(args, model, config)
+    assert model is not None, "deepspeed.initialize requires a model: pass model=, a torch.nn.Module"
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
     _check_tested(optimizer, read(given).data)
@@ -104,6 +107,9 @@ def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
     engine.add_feature(returned)
     engine.add_feature(ZeroMarks())
     engine.add_feature(Throughput(engine.train_batch_size()))
+    engine._deepspeed = EngineObjects(engine.plan)
+    if engine._deepspeed.engine_timers.active_timers():
+        engine.add_feature(WallClock(engine._deepspeed))
     if engine.optimizer is None:
         _evaluating.add(engine)
     if isinstance(engine, PipelineEngine):

@@ -24,6 +24,12 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """The module's trained parameters, by parameter group."""
         return [list(group) for group in self.fp16_groups]
 
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
+        """Views of the flat weights, by bucket and rank: the part that each rank updates."""
+        storages = self.engine_facts.partition.storages
+        return [[s.flat[slice(*s.bucket.span(rank))] for rank in range(s.bucket.num_shards)] for s in storages]
+
 
 def estimate_zero2_model_states_mem_needs(
     total_params: int,
