@@ -124,7 +124,7 @@ class DeepSpeedEngine(PlanGetters):
         lambda e: next((each.throughput_timer for each in e._features if hasattr(each, "throughput_timer")), None),
     )
     timers = Value[Any](
-        "DeepSpeed's timers of the step's phases, by name; they run with wall_clock_breakdown.  None like tput_timer.",
+        "Timers of the phases, by DeepSpeed's names; they run with wall_clock_breakdown.  None like tput_timer.",
         lambda e: e._deepspeed and e._deepspeed.timers,
     )
     engine_timers = Value[Any](

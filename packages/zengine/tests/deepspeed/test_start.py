@@ -32,7 +32,7 @@ def test_it_takes_deepspeeds_arguments_and_returns_its_four_things():
 
 def test_it_needs_a_model():
     for given in ({}, {"model": None}):
-        with pytest.raises(AssertionError, match="deepspeed.initialize requires a model"):
+        with pytest.raises(AssertionError, match="requires a model: pass model="):
             deepspeed.initialize(config=CONFIG, **given)  # type: ignore[arg-type]
 
 
@@ -43,14 +43,15 @@ def test_phases_are_timed_by_deepspeeds_names():
     )
     assert engine.get_wall_clock_timers() == {}
     assert engine.engine_timers.forward_timers == ["fwd_microstep", "fwd"]
-    for step in range(2):
-        for _ in range(2):
+    for _ in range(2):
+        for is_last in (False, True):
             engine.backward(engine(torch.ones(2, 3)).sum())
             assert all(engine.timers(name).elapsed(reset=False) > 0 for name in ("fwd", "bwd", "bwd_inner"))
-            assert bool(engine.step()) == (_ == 1)
+            assert bool(engine.step()) == is_last
         found = engine.get_wall_clock_timers()
         assert found.keys() == set(engine.engine_timers.active_timers())
-        assert found["fwd"] > 0 and found["step"] > 0 and found["bwd"] >= found["bwd_inner"] > 0, step
+        assert min(found[name] for name in ("fwd", "step", "bwd", "bwd_inner")) > 0
+        assert found["bwd"] >= found["bwd_inner"]
         assert engine.timers("fwd").elapsed() == 0
 
 

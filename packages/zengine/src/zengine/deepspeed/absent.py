@@ -24,6 +24,9 @@ ABSENT: dict[str, str] = {
         "experiments are not started from the command line. `zengine plan ds.json` predicts memory and traffic of a "
         "config, and zengine.planning recommends one; then start the script without --autotuning."
     ),
+    "autotuning.ResourceManager": (
+        "it starts an Autotuner's experiments on hosts. Use `zengine plan ds.json`, which predicts without them."
+    ),
     "runtime.pipe.schedule.DualPipeVSchedule": (
         'pipelines run four schedules of their own. Write "pipeline": {"schedule": "zero_bubble"}, which also '
         "fills the bubble."

@@ -27,6 +27,7 @@ from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.returned_optimizer import ReturnedOptimizer
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
+from zengine.deepspeed.runtime.torch_autocast import init_autocast_params
 from zengine.deepspeed.throughput import Throughput
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
@@ -110,6 +111,8 @@ def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
     engine._deepspeed = EngineObjects(engine.plan)
     if engine._deepspeed.engine_timers.active_timers():
         engine.add_feature(WallClock(engine._deepspeed))
+    if engine.plan.zero.narrow_dtype is not None:
+        init_autocast_params(engine, engine.plan.zero.narrow_dtype, engine.plan.zero.narrow_classes)
     if engine.optimizer is None:
         _evaluating.add(engine)
     if isinstance(engine, PipelineEngine):

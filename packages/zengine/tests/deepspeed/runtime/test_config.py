@@ -90,8 +90,12 @@ def test_whole_sections_are_objects_with_deepspeeds_defaults():
     assert (profiler.profile_step, profiler.detailed, profiler.output_file) == (3, True, None)
     assert found.wall_clock_breakdown
     assert found.aio_config == {
-        **{"block_size": 4096, "queue_depth": 8, "intra_op_parallelism": 2},
-        **{"single_submit": False, "overlap_events": True, "use_gds": False},
+        "block_size": 4096,
+        "queue_depth": 8,
+        "intra_op_parallelism": 2,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
     }
     assert (found.torch_autocast_enabled, found.torch_autocast_dtype) == (False, torch.bfloat16)
     assert (found.torch_autocast_lower_precision_safe_modules, found.gradient_allreduce_op) == (None, "mean")

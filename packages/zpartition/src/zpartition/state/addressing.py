@@ -30,9 +30,9 @@ def state_shards(
     """Yield (state key, shard) for every tensor of the optimizer's state, addressed by parameter name.
 
     A state tensor as large as its parameter is cut like it; each parameter has its own counters (counts.py), which
-    may be tensors of one element or Python's numbers, and a parameter that was never updated has no state.  A parameter that is held whole may have state of any shape, and
-    so may one whose optimizer keeps state by segment (shape_aware.py).  Quantized state is decoded piece by piece
-    when read.
+    may be tensors of one element or Python's numbers, and a parameter that was never updated has no state. A
+    parameter that is held whole may have state of any shape, and so may one whose optimizer keeps state by segment
+    (shape_aware.py). Quantized state is decoded piece by piece when read.
 
     Raises:
         TypeError: the optimizer keeps something that is neither.

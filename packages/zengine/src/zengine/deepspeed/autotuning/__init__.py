@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.absent import absent
+from zengine.deepspeed.autotuning.autotuner import Autotuner
 
 __all__ = ["Autotuner"]
-
-Autotuner = absent("autotuning.Autotuner")

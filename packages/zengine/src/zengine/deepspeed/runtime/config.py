@@ -318,7 +318,7 @@ class DeepSpeedConfig:
         self.activation_checkpointing_config = DeepSpeedActivationCheckpointingConfig(document)
         self.comms_config = DeepSpeedCommsConfig(document)
         self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(document)
-        self.wall_clock_breakdown = self.wall_clock_breakdown or self.flops_profiler_config.enabled
+        self.wall_clock_breakdown = get_wall_clock_breakdown(document) or self.flops_profiler_config.enabled
         self.autotuning_config = DeepSpeedAutotuningConfig(document)
         self.hybrid_engine = get_hybrid_engine_config(document)
         self.pipeline = get_pipeline_config(document)
@@ -370,7 +370,7 @@ class DeepSpeedConfig:
 _SINGLE_KEYS = (
     *("managed_gradient_accumulation", "steps_per_print", "dump_state", "disable_python_gc", "disable_allgather"),
     *("prescale_gradients", "gradient_predivide_factor", "optimizer_legacy_fusion", "torch_autocast_enabled"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown", "memory_breakdown"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "memory_breakdown"),
     *("dataloader_drop_last", "log_level", "gradient_allreduce_op", "torch_autocast_dtype"),
 )
 

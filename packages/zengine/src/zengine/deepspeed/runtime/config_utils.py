@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 from zengine.deepspeed.section_model import SectionModel
 from zengine.deepspeed.utils.logging import logger
