@@ -1,4 +1,4 @@
-"""`engine.timers`, `engine.engine_timers`, `engine.get_wall_clock_timers()` and `engine._config`: DeepSpeed's objects.
+"""`engine.timers`, `.engine_timers`, `.get_wall_clock_timers()` and `._config`: DeepSpeed's objects.
 
 With "wall_clock_breakdown" (or a FLOPs profiler) the timers run around the engine's calls; at each step the
 milliseconds are copied for `get_wall_clock_timers`, and the timers begin at 0.  Gradients are reduced while backward
