@@ -38,7 +38,9 @@ FORBIDDEN_IN_ENGINE = {"isinstance", "hasattr", "getattr", "type", "issubclass"}
 # Classes whose booleans are keys of the user's JSON, or arguments with DeepSpeed's names, not states.
 MIRRORS_THE_CONFIG = (
     "packages/zengine/src/zengine/config/",
+    "packages/zengine/src/zengine/deepspeed/autotuning/config.py",
     "packages/zengine/src/zengine/deepspeed/linear/config.py",
+    "packages/zengine/src/zengine/deepspeed/profiling/config.py",
     "packages/zengine/src/zengine/deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py",
     "packages/zengine/src/zengine/deepspeed/runtime/activation_checkpointing/config.py",
     "packages/zengine/src/zengine/deepspeed/runtime/precision_config.py",

@@ -175,7 +175,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # getters of the loss scale
     "deepspeed_getters.py": {"zprecision": {"DynamicScaling", "StaticScaling"}},
     # MoE layers; a value of all ranks
-    "deepspeed_engine.py": {"zcomm": {"all_gather", "group_size"}, "zpartition": {"experts.MoE"}},
+    "deepspeed_engine.py": {"zcomm": {"all_gather", "group_size"}, "zpartition": {"Averaging", "experts.MoE"}},
     # recognizes a pipeline without an import
     "imports.py": {"zpartition": {"pipeline.PipelineModule"}},
     # the world comes before the parts; rank 0 measures bf16

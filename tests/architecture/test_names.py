@@ -14,6 +14,9 @@ MIRRORED_ABOVE = {
     ("deepspeed", "profiling"),
     ("data_pipeline", "data_sampling"),
     ("runtime", "pipe"),
+    # sections of the config, tested in runtime/test_config.py
+    *(("deepspeed", name) for name in ("autotuning", "compile", "datastates")),
+    *(("runtime", name) for name in ("model_checkpointing", "swap_tensor", "tensor_parallel")),
 }
 
 each_package = pytest.mark.parametrize("package", repo.PACKAGES)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import zcomm
+import zpartition
 from zengine.build import compile, loaders
 from zengine.build.trainable import dtype_of
 from zengine.checkpoint import export
@@ -82,6 +83,7 @@ class DeepSpeedEngine(PlanGetters):
     """Engine with DeepSpeed's names; `zengine.initialize` returns one."""
 
     _client = ClientObjects()  # `initialize` replaces it
+    _deepspeed: Any = None  # EngineObjects, if `deepspeed.initialize` made the engine
 
     # -- counters, and the last step -------------------------------------------------------------
 
@@ -122,6 +124,17 @@ class DeepSpeedEngine(PlanGetters):
         "DeepSpeed's ThroughputTimer over the engine's steps; None if `zengine.initialize` made the engine.",
         lambda e: next((each.throughput_timer for each in e._features if hasattr(each, "throughput_timer")), None),
     )
+    timers = Value[Any](
+        "Timers of the phases, by DeepSpeed's names; they run with wall_clock_breakdown.  None like tput_timer.",
+        lambda e: e._deepspeed and e._deepspeed.timers,
+    )
+    engine_timers = Value[Any](
+        "Names of those timers by phase, for micro-steps and steps; None like tput_timer.",
+        lambda e: e._deepspeed and e._deepspeed.engine_timers,
+    )
+    _config = Value[Any](
+        "The config as a DeepSpeedConfig; None like tput_timer.", lambda e: e._deepspeed and e._deepspeed.config
+    )
     client_optimizer = Value[Any](
         "The caller's optimizer or function; None without it.", lambda e: e._client.optimizer
     )
@@ -139,6 +152,10 @@ class DeepSpeedEngine(PlanGetters):
         "without it, and in pipelines.",
         lambda e: next((each.profiler for each in e._features if isinstance(each, FlopsProfiling)), None),
     )
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Return the milliseconds of the phases of the last step, by timer; empty without wall_clock_breakdown."""
+        return dict(self._deepspeed.elapsed) if self._deepspeed else {}
 
     @property
     def lr_scheduler(self) -> Any:
@@ -265,9 +282,22 @@ class DeepSpeedEngine(PlanGetters):
         """
         accumulation.reduce_gradients(self._run)
 
-    gradient_average = Value[bool](
-        "Gradients are the mean over ranks, not the sum.", lambda e: e.plan.zero.averaging.operation == "mean"
-    )
+    @property
+    def gradient_average(self) -> bool:
+        """True if gradients are the mean over ranks, False if they are the sum.  Can be set, by all ranks.
+
+        Raises RuntimeError if parameters have gradients, which were divided already.
+        """
+        return self.parts.partition.policy.averaging.operation == "mean"
+
+    @gradient_average.setter
+    def gradient_average(self, is_mean: bool) -> None:
+        if is_mean != self.gradient_average:
+            chosen = self.plan.zero.averaging
+            if (chosen.operation == "mean") is not is_mean:
+                chosen = zpartition.Averaging(operation="mean" if is_mean else "sum")
+            self.parts.partition.average(chosen)
+
     inside_no_sync_ctxt = Value[bool]("A `no_sync` block is open.", lambda e: e.clock.sync is Sync.LOCAL)
 
     # -- optimizer and schedule ------------------------------------------------------------------
@@ -468,6 +498,10 @@ class DeepSpeedEngine(PlanGetters):
             ValueError: there is no training loader.
         """
         loaders.set_post_process(self._run, post_process_func)
+
+    def random_ltd_initialize(self) -> None:
+        """Check that random-LTD is on; `initialize` has hooked its layers.  Raises AssertionError (DeepSpeed's)."""
+        assert self.random_ltd_enabled(), "random-LTD is off: enable data_efficiency.data_routing.random_ltd"
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: loaders.CustomSchedules) -> None:
         """Set the schedules of curricula with "schedule_type": "custom": functions from the step to a difficulty.

@@ -39,6 +39,11 @@ class Setting(Generic[T]):
         return self if engine is None else lambda: self.read(engine.plan)
 
 
+def _never(doc: str) -> Setting[bool]:
+    """Return the setting of something that zengine does not have."""
+    return Setting(doc, lambda p: False)
+
+
 def _written(plan: Plan, *path: str) -> dict[str, Any]:
     """Return a section of the config as it was written; empty without it."""
     found: Any = plan.given
@@ -105,7 +110,7 @@ class PlanGetters(Engine):
     scheduler_params = Setting[dict[str, Any]](
         "Options of the config's schedule.", lambda p: dict(p.scheduler.params)
     )
-    optimizer_legacy_fusion = Setting[bool]("The old fused step is used: never.", lambda p: False)
+    optimizer_legacy_fusion = _never("The old fused step is used: never.")
 
     # -- precision -----------------------------------------------------------------------------------
 
@@ -227,18 +232,18 @@ class PlanGetters(Engine):
     zero_allgather_partitions = Setting[bool]("Updated weights are all-gathered: always.", lambda p: True)
     zero_compute_grad_norm = Setting[bool]("Each boundary computes the norm: always.", lambda p: True)
     zero_allow_untested_optimizer = Setting[bool]("Every torch optimizer is accepted.", lambda p: True)
-    zero_force_ds_cpu_optimizer = Setting[bool]("Offload requires DeepSpeedCPUAdam: never.", lambda p: False)
+    zero_force_ds_cpu_optimizer = _never("Offload requires DeepSpeedCPUAdam: never.")
     zero_elastic_checkpoint = Setting[bool]("Optimizer states load at any number of ranks: always.", lambda p: True)
-    zero_round_robin_gradients = Setting[bool]("Gradients are dealt to ranks in turn: never.", lambda p: False)
+    zero_round_robin_gradients = _never("Gradients are dealt to ranks in turn: never.")
     zero_multi_rank_bucket_allreduce = Setting[bool](
         "A bucket has the gradients of several ranks: always.", lambda p: True
     )
-    zero_legacy_stage1 = Setting[bool]("Stage 1 of DeepSpeed 0.3: never.", lambda p: False)
-    zero_allgather_sequential = Setting[bool]("Weights are gathered one by one: never.", lambda p: False)
-    zero_log_trace_cache_warnings = Setting[bool]("There is no cache of traces.", lambda p: False)
-    zero_save_muon_momentum_buffer_in_memory = Setting[bool]("Muon's momentum is a state as others.", lambda p: False)
+    zero_legacy_stage1 = _never("Stage 1 of DeepSpeed 0.3: never.")
+    zero_allgather_sequential = _never("Weights are gathered one by one: never.")
+    zero_log_trace_cache_warnings = _never("There is no cache of traces.")
+    zero_save_muon_momentum_buffer_in_memory = _never("Muon's momentum is a state as others.")
     zero_parameter_alignment = Setting[int | None]("Alignment of parameters in buckets: none.", lambda p: None)
-    is_sanity_checks_enabled = Setting[bool]("Stage 3 has no other checks to switch on.", lambda p: False)
+    is_sanity_checks_enabled = _never("Stage 3 has no other checks to switch on.")
     zenflow_config = Setting[None]("There is no ZenFlow.", lambda p: None)
     aio_config = Setting[dict[str, Any]]("Resolved values of the section.", lambda p: dict(p.get("aio", {})))
     swap_tensor_config = Setting[dict[str, Any]]("Resolved values of `aio`.", lambda p: dict(p.get("aio", {})))
@@ -249,12 +254,8 @@ class PlanGetters(Engine):
     tensor_parallel_config = Setting[dict[str, Any]](
         "The section, as written.", lambda p: _written(p, "tensor_parallel")
     )
-    compile_zero_optimization_stage = Setting[bool]("There is no DeepCompile.", lambda p: False)
-    compile_autosp = Setting[bool]("There is no DeepCompile.", lambda p: False)
-    compile_autotp = Setting[bool]("There is no DeepCompile.", lambda p: False)
-    uses_parallelization_pass_only = Setting[bool]("There is no DeepCompile.", lambda p: False)
-    is_deepcompile_enabled = Setting[bool]("There is no DeepCompile.", lambda p: False)
-    is_deepcompile_active = Setting[bool]("There is no DeepCompile.", lambda p: False)
+    compile_zero_optimization_stage = compile_autosp = compile_autotp = _never("There is no DeepCompile.")
+    uses_parallelization_pass_only = is_deepcompile_enabled = is_deepcompile_active = compile_autotp
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class PlanGetters(Engine):
     load_universal_checkpoint = Setting[bool](
         "Only universal folders load: never; each load recognizes its folder.", lambda p: False
     )
-    use_node_local_storage = Setting[bool]("Each host has its own folder: never.", lambda p: False)
+    use_node_local_storage = _never("Each host has its own folder: never.")
 
     # -- data ----------------------------------------------------------------------------------------
 
@@ -326,11 +327,8 @@ class PlanGetters(Engine):
     tensorboard_enabled = Setting[bool]("TensorBoard has charts.", lambda p: p.telemetry.tensorboard.enabled)
     wandb_enabled = Setting[bool]("Weights & Biases has charts.", lambda p: p.telemetry.wandb.enabled)
     csv_monitor_enabled = Setting[bool]("CSV files have the scalars.", lambda p: p.telemetry.csv_monitor.enabled)
-    autotuning_enabled = Setting[bool]("There is no autotuning.", lambda p: False)
-    autotuning_profile_model_info = Setting[bool]("There is no autotuning.", lambda p: False)
-    pld_enabled = Setting[bool]("There is no progressive layer drop.", lambda p: False)
-    eigenvalue_enabled = Setting[bool]("There are no eigenvalues.", lambda p: False)
-    quantize_training_enabled = Setting[bool]("There is no quantized training.", lambda p: False)
-    elasticity_enabled = Setting[bool](
-        "Checkpoints load at any number of ranks; there is no section.", lambda p: False
-    )
+    autotuning_enabled = autotuning_profile_model_info = _never("There is no autotuning.")
+    pld_enabled = _never("There is no progressive layer drop.")
+    eigenvalue_enabled = _never("There are no eigenvalues.")
+    quantize_training_enabled = _never("There is no quantized training.")
+    elasticity_enabled = _never("Checkpoints load at any number of ranks; there is no section.")

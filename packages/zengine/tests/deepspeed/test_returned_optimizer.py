@@ -181,3 +181,24 @@ def test_a_state_dict_is_loaded_while_the_class_is_deepspeeds():
     before = engine.module.weight.detach().clone()
     train(engine)
     assert not torch.equal(engine.module.weight, before)
+
+
+def test_names_of_a_sharded_optimizers_parts():
+    engine, optimizer = make({**ADAM, "zero_optimization": {"stage": 2}})
+    assert optimizer.averaged_gradients == {}
+    x = torch.ones(1, 2)
+    engine.backward(engine(x).sum())
+    found = optimizer.averaged_gradients
+    assert list(found) == [0]
+    assert torch.equal(torch.cat(found[0]), torch.ones(6))  # weight and bias
+    masters = [group["params"] for group in optimizer.param_groups]
+    optimizer._clear_fp32_optimizer_param_groups()
+    assert optimizer.param_groups[0]["params"] == []
+    optimizer._set_fp32_optimizer_param_groups()
+    assert [group["params"] for group in optimizer.param_groups] == masters
+    assert engine.step()
+    step = 2 * optimizer.nccl_start_alignment_factor
+    parts = optimizer.parallel_partitioned_bit16_groups
+    assert all(part.data_ptr() % step == 0 for group in parts for part in group)
+    weights = torch.cat([param.detach().reshape(-1) for param in engine.module.parameters()])
+    assert torch.cat([part for group in parts for part in group]).sum() == pytest.approx(float(weights.sum()))

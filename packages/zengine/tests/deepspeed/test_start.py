@@ -47,6 +47,65 @@ def test_the_recovery_script_lies_beside_checkpoints_of_zero(
         engine._change_recovery_script_permissions(str(tmp_path / "nowhere/zero_to_fp32.py"))
     assert "nowhere/zero_to_fp32.py is not executable" in caplog.text
     engine.destroy()
+def test_it_needs_a_model():
+    for given in ({}, {"model": None}):
+        with pytest.raises(AssertionError, match="requires a model: pass model="):
+            deepspeed.initialize(config=CONFIG, **given)  # type: ignore[arg-type]
+
+
+def test_phases_are_timed_by_deepspeeds_names():
+    engine, *_ = deepspeed.initialize(
+        model=model(),
+        config={"train_batch_size": 4, "gradient_accumulation_steps": 2, **CONFIG, "wall_clock_breakdown": True},
+    )
+    assert engine.get_wall_clock_timers() == {}
+    assert engine.engine_timers.forward_timers == ["fwd_microstep", "fwd"]
+    for _ in range(2):
+        for is_last in (False, True):
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            assert all(engine.timers(name).elapsed(reset=False) > 0 for name in ("fwd", "bwd", "bwd_inner"))
+            assert bool(engine.step()) == is_last
+        found = engine.get_wall_clock_timers()
+        assert found.keys() == set(engine.engine_timers.active_timers())
+        assert min(found[name] for name in ("fwd", "step", "bwd", "bwd_inner")) > 0
+        assert found["bwd"] >= found["bwd_inner"]
+        assert engine.timers("fwd").elapsed() == 0
+
+
+def test_an_engine_has_the_config_as_deepspeeds_object():
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "zero_optimization": {"stage": 2}})
+    config = engine._config
+    assert isinstance(config, deepspeed.DeepSpeedConfig)
+    assert (config.zero_config.stage, config.train_batch_size, config.world_size) == (2, 2, 1)
+    assert (config.optimizer_name, config._param_dict["optimizer"]["params"]) == ("sgd", {"lr": 0.1})
+    assert (engine.engine_timers.active_timers(), engine.get_wall_clock_timers()) == ([], {})
+    with pytest.raises(AssertionError, match="random-LTD is off"):
+        engine.random_ltd_initialize()
+
+
+def check_averages(stage: int) -> None:
+    """Compare sums with means of the same gradients."""
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "zero_optimization": {"stage": stage}})
+    x = torch.full((2, 3), 1.0 + engine.global_rank)
+
+    def step(operation: bool) -> float:
+        engine.gradient_average = operation
+        assert engine.gradient_average is operation
+        engine.backward(engine(x).sum() * 1e-3)
+        with pytest.raises(RuntimeError, match="change the averaging after step"):
+            engine.gradient_average = not operation
+        before = [param.detach().clone() for param in engine.module.parameters()]
+        engine.step()
+        return sum(float((a - b).abs().sum()) for a, b in zip(before, engine.module.parameters()))
+
+    mean, total, again = step(True), step(False), step(True)
+    assert total == pytest.approx(2 * mean, rel=1e-2)
+    assert again == pytest.approx(mean, rel=1e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_become_sums_when_the_engine_is_told(stage: int):
+    run_ranks(check_averages, 2, stage)
 
 
 def check_evaluated_then_trained(stage: int) -> None:

@@ -37,7 +37,7 @@ from zpartition.gradients.speculate import SteppedBucket, start_speculation
 from zpartition.layout.address import LazyShard, Shard
 from zpartition.layout.layout import Layout
 from zpartition.layout.model_parallel import model_parallel_group_of, pipeline_stages_of
-from zpartition.layout.policy import Offload, OffloadStateType, Speculation, Tier, ZeroPolicy
+from zpartition.layout.policy import Averaging, Offload, OffloadStateType, Speculation, Tier, ZeroPolicy
 from zpartition.layout.ranks import Ranks
 from zpartition.offload.manager import OffloadManager
 from zpartition.offload.offload_states import OffloadedStates, offload_all
@@ -263,9 +263,10 @@ class Partition(PartitionState):
         found = self.agree_on_unused() if any_unused else Unused()
         self.reducer.expect_missing(found.by_some)
         unused = found.by_all
-        if self.updates_parameters:
+        if self.updates_parameters and self.optimizer is not None:
+            sparse = state.sparse_params(self.optimizer)
             for gradient in self.reducer.gradients:
-                gradient.attach_grads(unused)
+                gradient.attach_grads(unused, sparse)
         # 3. Update the buckets group by group, except those that a speculative step has updated; publish each.
         self.unsharder.release_all()
         stepped = self.speculative_step.confirm(is_plain=not unused)
@@ -301,6 +302,18 @@ class Partition(PartitionState):
         for handle in handles:
             handle.wait()
         self.replicated.broadcast_buffers()
+
+    def average(self, averaging: Averaging) -> None:
+        """Turn sums over ranks into means by `averaging` from now on; all ranks call.
+
+        Raises:
+            RuntimeError: parameters have gradients that were divided already.
+        """
+        if any(param.grad is not None for param in self.params.values()):
+            raise RuntimeError("parameters have gradients: change the averaging after step(), or set .grad to None")
+        self.zero_grad()
+        self.policy = attrs.evolve(self.policy, averaging=averaging)
+        self.reducer.average(averaging)
 
     def zero_grad(self) -> None:
         """End a step: drop all gradients, also of frozen and unpartitioned parameters."""

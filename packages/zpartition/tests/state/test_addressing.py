@@ -161,3 +161,41 @@ def test_state_that_no_checkpoint_can_hold_is_named():
     optimizer.state[partition.holders[0].tensor]["history"] = [1, 2]
     with pytest.raises(TypeError, match=r"state 'history' of SGD .* is a list"):
         list(zpartition.state_shards(optimizer, partition.holders))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its updates as a Python number and as a tensor of one element."""
+
+    elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["number"] = state.get("number", 0) + 1
+            state["vector"] = state.get("vector", torch.zeros(1)) + 1
+            param.sub_(param.grad, alpha=0.1)
+
+
+def test_numbers_and_tensors_of_one_element_return_in_their_shapes():
+    partition, optimizer = _trained(Counting)
+    saved = _saved(partition, optimizer)
+    assert {key: shape for (key, _), (shape, _, _) in saved.items()} == {"number": (), "vector": (1,)}
+    fresh, other = _trained(Counting, num_steps=0)
+
+    def kinds_of(name):
+        return {"number": (torch.int64, None), "vector": (torch.float32, (1,))}
+
+    staged = zpartition.make_state(other, fresh.holders, kinds_of)
+    for key, shard in staged.shards():
+        assert shard.global_shape == saved[key, shard.name][0]
+        shard.tensor.copy_(saved[key, shard.name][2])
+    staged.hand_over()
+    for state in other.state.values():
+        assert state["number"] == 2
+        assert torch.equal(state["vector"], torch.tensor([2.0]))
+    _train(fresh, other, 1)
+    assert all(state["number"] == 3 for state in other.state.values())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ import zpartition
 from zpartition.layout.address import Address
 from zpartition.layout.layout import ParamSpec, plan_layout
 from zpartition.state import optimizer_state as state
-from zpartition.state.optimizer_state import is_elementwise
+from zpartition.state.optimizer_state import check_optimizer, is_elementwise
 
 ELEMENTWISE = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -168,3 +171,44 @@ def test_an_optimizer_that_looks_at_shapes_is_rejected_where_tensors_are_split_o
         match=r"Muon needs whole tensors, but 1 are split over .* ranks \(w, ",
     ):
         state.check_model_parallel(torch.optim.Muon([model.weight]), layout)
+
+
+class DenseAndSparse(torch.optim.Optimizer):
+    """Two optimizers in one, as scripts with sparse embeddings write it."""
+
+    def __init__(self, dense: list[nn.Parameter], sparse: list[nn.Parameter]) -> None:
+        super().__init__(dense + sparse, {})
+        self.of_dense, self.of_sparse = torch.optim.Adam(dense), torch.optim.SparseAdam(sparse)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.of_dense.step()
+        self.of_sparse.step()
+
+
+def test_optimizers_inside_update_the_modules_parameters_sparse_ones_with_sparse_gradients():
+    def train(optimizer: torch.optim.Optimizer, model: nn.Sequential, partition: Any) -> None:
+        for _ in range(2):
+            with partition.micro_step() if partition else contextlib.nullcontext():
+                model(torch.tensor([[1, 2], [2, 4]])).square().sum().backward()
+            if partition:
+                partition.finish_gradients()
+                with partition.zero_grad_on_exit():
+                    partition.apply(optimizer.step)
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(6, 3, mode="sum", sparse=True), nn.Linear(3, 1))
+        return model, DenseAndSparse(list(model[1].parameters()), list(model[0].parameters()))
+
+    (plain, alone), (model, optimizer) = make(), make()
+    train(alone, plain, None)
+    train(optimizer, model, zpartition.shard(model, optimizer, policy=zpartition.ZeroPolicy()))
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, theirs)
+    model, optimizer = make()
+    with pytest.raises(ValueError, match=r"optimizers inside \(Adam, SparseAdam\)"):
+        check_optimizer(optimizer, cuts=True)

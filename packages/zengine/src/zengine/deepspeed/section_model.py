@@ -34,6 +34,7 @@ class SectionModel:
     rows: ClassVar[Section]
     defaults: ClassVar[Mapping[str, Any]] = {}  # DeepSpeed's, where the rows have another one, or none
     models: ClassVar[Mapping[str, type[SectionModel]]] = {}  # classes of inner sections
+    attributes: ClassVar[Mapping[str, str]] = {}  # keys whose attribute has another name
     title: ClassVar[str] = ""  # name of the section in messages
 
     if TYPE_CHECKING:
@@ -47,9 +48,9 @@ class SectionModel:
         if reading.problems:
             raise _invalid(type(self).__name__, reading.problems)
         vars(self).update(
-            {_field(self.rows, name): self._value(name, reading.members, reading.settings) for name in self._names()}
+            {self._field(name): self._value(name, reading.members, reading.settings) for name in self._names()}
         )
-        self.model_fields_set = {_field(self.rows, name) for name in reading.members}
+        self.model_fields_set = {self._field(name) for name in reading.members}
 
     @classmethod
     def _names(cls) -> list[str]:
@@ -93,7 +94,15 @@ class SectionModel:
         vars(self)[name] = value
 
     def _fields(self) -> list[str]:
-        return [_field(self.rows, name) for name in self._names()]
+        return [self._field(name) for name in self._names()]
+
+    @classmethod
+    def _field(cls, name: str) -> str:
+        """Return DeepSpeed's attribute for a key: "stage3_max_live_parameters" is `max_live_parameters`."""
+        short = name.removeprefix("stage3_")
+        row = cls.rows.keys.get(short)
+        is_other_name = isinstance(row, Key) and row.support is Support.RENAMED and row.target == (name,)
+        return cls.attributes.get(name, short if is_other_name else name)
 
     def given(self) -> dict[str, Any]:
         """Return the fields that were given, as plain values."""
@@ -116,14 +125,6 @@ class SectionModel:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.model_dump().items())})"
-
-
-def _field(rows: Section, name: str) -> str:
-    """Return DeepSpeed's attribute for a key: "stage3_max_live_parameters" is `max_live_parameters`."""
-    short = name.removeprefix("stage3_")
-    row = rows.keys.get(short)
-    is_other_name = isinstance(row, Key) and row.support is Support.RENAMED and row.target == (name,)
-    return short if is_other_name else name
 
 
 def _matching(row: Key) -> Any:

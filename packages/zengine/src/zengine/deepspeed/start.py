@@ -29,10 +29,12 @@ from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.returned_optimizer import ReturnedOptimizer
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.runtime.pipe.topology import PipelineGrid
+from zengine.deepspeed.runtime.torch_autocast import init_autocast_params
 from zengine.deepspeed.throughput import Throughput
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.deepspeed.utils.logging import log_dist
+from zengine.deepspeed.wall_clock import EngineObjects, WallClock
 from zengine.engine.clock import Phase
 from zengine.engine.parts import Run
 from zengine.features import Feature
@@ -76,10 +78,12 @@ def initialize(
 
     Raises what `zengine.initialize` does, and
         ValueError: sizes do not match the world size.
-        AssertionError (DeepSpeed's): the config says that the optimizer is none that may be sharded.
+        AssertionError (DeepSpeed's): there is no model, or the config says that the optimizer is none that may be
+            sharded.
     """
     log_dist(f"DeepSpeed info: version={API_VERSION} (zengine {own_version()})", ranks=[0])
     args, model, config = by_position(args, model, config)
+    assert model is not None, "deepspeed.initialize requires a model: pass model=, a torch.nn.Module"
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
     _check_tested(optimizer, read(given).data)
@@ -123,6 +127,11 @@ def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
     engine.add_feature(ZeroMarks())
     engine.add_feature(Throughput(engine.train_batch_size()))
     engine.add_feature(RecoveryScript())
+    engine._deepspeed = EngineObjects(engine.plan)
+    if engine._deepspeed.engine_timers.active_timers():
+        engine.add_feature(WallClock(engine._deepspeed))
+    if engine.plan.zero.narrow_dtype is not None:
+        init_autocast_params(engine, engine.plan.zero.narrow_dtype, engine.plan.zero.narrow_classes)
     if engine.optimizer is None:
         _evaluating.add(engine)
     if isinstance(engine, PipelineEngine):

@@ -71,6 +71,56 @@ def test_sections_and_single_keys_have_their_attributes():
         config.get_communication_data_type({"communication_data_type": "int8"})
 
 
+def test_whole_sections_are_objects_with_deepspeeds_defaults():
+    """The values are those of DeepSpeed 0.19.8 for this config."""
+    found = DeepSpeedConfig(
+        {
+            "train_batch_size": 4,
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+            "flops_profiler": {"enabled": True, "profile_step": 3},
+            "aio": {"block_size": 4096, "thread_count": 2},
+            "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+            "timers": {"throughput": {"enabled": False}},
+            "data_efficiency": {"enabled": True, "seed": 7, "data_sampling": {"num_workers": 2}},
+            "checkpoint": {"tag_validation": "Fail"},
+        }
+    )
+    assert (found.zero_config.stage, found.zero_config.offload_param.device) == (3, "cpu")
+    profiler = found.flops_profiler_config
+    assert (profiler.profile_step, profiler.detailed, profiler.output_file) == (3, True, None)
+    assert found.wall_clock_breakdown
+    assert found.aio_config == {
+        "block_size": 4096,
+        "queue_depth": 8,
+        "intra_op_parallelism": 2,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    }
+    assert (found.torch_autocast_enabled, found.torch_autocast_dtype) == (False, torch.bfloat16)
+    assert (found.torch_autocast_lower_precision_safe_modules, found.gradient_allreduce_op) == (None, "mean")
+    assert (found.timers_config.enabled, found.timers_config.synchronized) == (False, True)
+    assert found.data_efficiency_config["data_sampling"]["num_workers"] == 2
+    assert found.data_efficiency_config["data_routing"]["random_ltd"]["layer_token_lr_schedule"] == {"enabled": False}
+    assert found.checkpoint_config == {"tag_validation": "FAIL", "checkpoint_serialization": True, "writer": None}
+    assert (found.hybrid_engine.max_out_tokens, found.hybrid_engine.pin_parameters) == (512, True)
+    assert (found.compile_config.deepcompile, found.compile_config.free_activation_threshold) == (False, 10485760)
+    tensor = found.tensor_parallel_config
+    assert (tensor.autotp_size, tensor.tensor_parallel.tp_size, tensor.preset_model) == (0, 1, None)
+    assert (found.expert_parallel_config.autoep_size, found.expert_parallel_config.top_k) == (1, "auto")
+    assert (found.autotuning_config.enabled, found.autotuning_config.tuner_num_trials) == (False, 50)
+    assert not found.datastates_config.enabled
+
+
+def test_sections_reject_wrong_values():
+    with pytest.raises(ValueError, match="hybrid train/generate engine is not available"):
+        config.get_hybrid_engine_config({"hybrid_engine": {"enabled": True}})
+    with pytest.raises(ValueError, match="Got: 'max'"):
+        config.get_gradient_allreduce_op({"gradient_allreduce_op": "max"})
+    with pytest.raises(ValueError, match="Invalid dtype for torch autocast: int8"):
+        config.get_torch_autocast_dtype({"torch_autocast": {"dtype": "int8"}})
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

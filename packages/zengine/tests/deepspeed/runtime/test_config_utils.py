@@ -62,8 +62,8 @@ def test_sections_of_the_precisions_check_their_values():
         ({"loss_scale": float("inf")}, "finite number"),
         ({"loss_scale": -1}, "must be >= 0"),
         ({"enabled": True, "min_loss_scale": 0}, "min_loss_scale must be > 0"),
-        ({"hysteresis": 1.5}, "give a value of type int"),
-        ({"enable": True}, "did you mean enabled"),
+        ({"hysteresis": 1.5}, "needs a whole number"),
+        ({"enable": True}, "Did you mean"),
     ]
     for wrong, reason in wrongs:
         with pytest.raises(ValueError, match=reason):

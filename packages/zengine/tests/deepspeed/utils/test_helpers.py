@@ -167,7 +167,7 @@ def test_levels_and_one_time_messages(caplog: pytest.LogCaptureFixture, tmp_path
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else -1
     ds_logging.print_json_dist({"loss": 1.5}, ranks=[0], path=tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()) == {"loss": 1.5, "rank": rank}
-    made = ds_logging.LoggerFactory.create_logger("hacc", logging.ERROR)
+    made = ds_logging.LoggerFactory.create_logger("of_this_test", logging.ERROR)
     assert (made.level, made.propagate, len(made.handlers)) == (logging.ERROR, False, 1)
     with pytest.raises(ValueError, match="name for logger cannot be None"):
         ds_logging.LoggerFactory.create_logger()

@@ -228,8 +228,11 @@ class BucketGradient:
             if self.params[index].grad is placeholder:
                 self.params[index].grad = None
 
-    def attach_grads(self, unused: frozenset[str] | None = None) -> None:
-        """Let `param.grad` show the kept (whole) gradient: of the parameters seen here, or of all but `unused`."""
+    def attach_grads(self, unused: frozenset[str] | None = None, sparse: frozenset[int] = frozenset()) -> None:
+        """Let `param.grad` show the kept (whole) gradient: of the parameters seen here, or of all but `unused`.
+
+        sparse: ids of the parameters whose `.grad` becomes a sparse copy instead.
+        """
         if self.kept is None or self.kept.numel() != self.bucket.numel or self.mover is not None:
             return
         self._remove_placeholders()
@@ -237,7 +240,8 @@ class BucketGradient:
         for index, slot in enumerate(self.bucket.slots):
             shown = index in self.seen if unused is None else slot.name not in unused
             if shown and self.params[index].dtype == self.kept.dtype:
-                self.params[index].grad = views[index]
+                is_sparse = id(self.params[index]) in sparse
+                self.params[index].grad = views[index].to_sparse(1) if is_sparse else views[index]
 
     def shows_kept(self, index: int) -> bool:
         """Return whether `params[index].grad` shows the reduced gradient, or a placeholder for it."""

@@ -47,7 +47,7 @@ from zpartition.gradients.placeholder import ADDED, HiddenGradientError
 from zpartition.gradients.reduce import Factors, GradientReduction, factors, reduce_at, reduction_for
 from zpartition.gradients.sparse import SparseRows
 from zpartition.layout.layout import Layout
-from zpartition.layout.policy import ReduceAt, ZeroPolicy
+from zpartition.layout.policy import Averaging, ReduceAt, ZeroPolicy
 from zpartition.layout.ranks import Ranks
 from zpartition.memory.buffers import Arena, BufferPool
 
@@ -186,6 +186,13 @@ class GradientReducer:
         """
         if self.has_learnt:
             self.order = self._last(self.learnt, {b.index for b, s in self.layout.slots() if s.name in names})
+
+    def average(self, averaging: Averaging) -> None:
+        """Turn sums over ranks into means by `averaging`; there are no gradients of a step yet."""
+        self.policy = attrs.evolve(self.policy, averaging=averaging)
+        self.factors = tuple(factors(self.policy, self.layout, bucket) for bucket in self.layout.buckets)
+        for gradient, factor in zip(self.gradients, self.factors):
+            gradient.factor = factor.on_arrival
 
     def reset(self) -> None:
         """Receive messages in flight, then drop all gradients, so that the next of each parameter is a first one.

@@ -117,6 +117,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if kind.__module__.startswith("torch.optim"):
         return True
+    if inner_optimizers(optimizer):
+        return False  # they hold the module's own parameters
     if kind.__name__ not in ELEMENTWISE:
         warnings.warn(
             f"{kind.__name__} is not known to be elementwise; it updates flat shards. If it uses "
@@ -124,6 +126,19 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
             stacklevel=3,
         )
     return True
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers among the attributes of `optimizer` that have parameter groups of their own."""
+    own = {id(group) for group in optimizer.param_groups}
+    found = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    return [each for each in found if own.isdisjoint(map(id, each.param_groups))]
+
+
+def sparse_params(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Return the ids of the parameters that a SparseAdam updates: `optimizer` itself, or one inside."""
+    sparse = [each for each in (optimizer, *inner_optimizers(optimizer)) if type(each).__name__ == "SparseAdam"]
+    return frozenset(id(param) for each in sparse for group in each.param_groups for param in group["params"])
 
 
 def check_split_master(optimizer: torch.optim.Optimizer) -> None:
@@ -160,6 +175,12 @@ def check_model_parallel(optimizer: torch.optim.Optimizer, layout: Layout) -> No
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer that is known to look at shapes."""
     kind = type(optimizer).__name__
+    if inside := inner_optimizers(optimizer):
+        raise ValueError(
+            f"{kind} has optimizers inside ({', '.join(type(each).__name__ for each in inside)}) that hold the "
+            "module's parameters, but this policy updates flat shards or separate masters. Use one optimizer with "
+            "several parameter groups, or stage 0 with fp32 parameters."
+        )
     if getattr(optimizer, "elementwise", kind not in SHAPED) is False:
         ours = (
             f"zoptim.{kind}, which works on shards" if kind in ("Adafactor", "Muon") else "zoptim.Muon or Adafactor"

@@ -169,6 +169,10 @@ OTHERS: dict[str, Row] = {
     "quantize_groups": ignored(COUNT, why='it belongs to "quantize_training"'),
     "comms_config": ignored(ANYTHING, why='DeepSpeed reads "comms_logger"'),
     "monitor_config": ignored(ANYTHING, why='DeepSpeed reads "tensorboard", "wandb", "comet" and "csv_monitor"'),
-    "zero_allow_untested_optimizer": ignored(TRUTH, True, why=ALWAYS_OFFERED),
+    "zero_allow_untested_optimizer": ignored(
+        TRUTH,
+        True,
+        why=f"{ALWAYS_OFFERED}; if false, deepspeed.initialize() rejects those that DeepSpeed does not know",
+    ),
     "zero_force_ds_cpu_optimizer": ignored(TRUTH, False, why=ALWAYS_OFFERED),
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zengine.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
-from zpartition import safe_get_full_fp32_param
+from zpartition import safe_get_full_fp32_param, safe_get_local_grad
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -39,6 +39,7 @@ class EngineFacts:
     mpu: Any = None
     overflow: bool = False  # the last boundary skipped the update
     grad_norm: float = 0.0  # of the last boundary
+    cleared: list[list[Tensor]] = attrs.field(factory=list)  # parameters of the groups, while those are empty
 
     @property
     def partition(self) -> zpartition.Partition:
@@ -225,6 +226,37 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def partition_count(self) -> list[int]:
         """Ranks that shard the states, by parameter group."""
         return [self.engine_facts.plan.parallel.gradient_ranks] * len(self.param_groups)
+
+    @property
+    def nccl_start_alignment_factor(self) -> int:
+        """Parts of the flat weights begin at multiples of this number of elements: 4 bytes of a 16-bit dtype."""
+        return 2
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """Reduced gradients of this rank's parts of `fp16_groups`, by parameter group, from backward to step.
+
+        Copies, without the loss scale; {} if there are no gradients.
+        """
+        found: dict[int, list[Tensor]] = {}
+        for index, group in enumerate(self.fp16_groups):
+            parts = [part for param in group if (part := safe_get_local_grad(param)) is not None and part.numel()]
+            if parts:
+                found[index] = parts
+        return found
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Empty the parameter groups, until the function below is called."""
+        groups = self.param_groups
+        self.engine_facts.cleared = self.engine_facts.cleared or [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Give the parameter groups their masters again."""
+        for group, params in zip(self.param_groups, self.engine_facts.cleared):
+            group["params"] = params
+        self.engine_facts.cleared = []
 
 
 def _joined(params: list[Tensor]) -> Tensor:

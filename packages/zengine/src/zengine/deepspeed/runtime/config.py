@@ -10,15 +10,21 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 
 from zengine.config import ConfigError as DeepSpeedConfigError
 from zengine.config import Facts, Plan, load, resolve
 from zengine.config.grammar.source import read
+from zengine.config.keys.absent import HYBRID_ENGINE
+from zengine.deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from zengine.deepspeed.comm.config import DeepSpeedCommsConfig
 from zengine.deepspeed.comm.world import get_rank, get_world_size
+from zengine.deepspeed.compile.config import CompileConfig
+from zengine.deepspeed.datastates.config import DeepSpeedDataStatesConfig
+from zengine.deepspeed.module_inject.auto_ep_config import AutoEPConfig, parse_autoep_config
+from zengine.deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from zengine.deepspeed.runtime import constants as keys
 from zengine.deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from zengine.deepspeed.runtime.config_utils import (
@@ -32,7 +38,14 @@ from zengine.deepspeed.runtime.constants import (
     TRAIN_BATCH_SIZE,
     TRAIN_MICRO_BATCH_SIZE_PER_GPU,
 )
+from zengine.deepspeed.runtime.data_pipeline.config import get_data_efficiency_config, get_data_efficiency_enabled
+from zengine.deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
 from zengine.deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+from zengine.deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+from zengine.deepspeed.runtime.tensor_parallel.config import get_tensor_parallel_config
+from zengine.deepspeed.runtime.zero.config import get_zero_config
+from zengine.deepspeed.section_model import SectionModel
+from zengine.deepspeed.utils.config import get_timers_config
 from zengine.deepspeed.utils.logging import logger
 
 __all__ = [
@@ -50,10 +63,15 @@ __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedConfigWriter",
+    "HybridEngineConfig",
     "get_bfloat16_config",
     "get_communication_data_type",
+    "get_expert_parallel_config",
     "get_float16_config",
+    "get_gradient_allreduce_op",
+    "get_hybrid_engine_config",
     "get_pipeline_config",
+    "get_torch_autocast_dtype",
 ]
 
 ADAGRAD_OPTIMIZER = "adagrad"
@@ -119,9 +137,16 @@ get_optimizer_params = _member(keys.OPTIMIZER, keys.OPTIMIZER_PARAMS, None)
 get_optimizer_legacy_fusion = _member(keys.OPTIMIZER, keys.LEGACY_FUSION, False)
 get_scheduler_name = _member(keys.SCHEDULER, keys.TYPE, None)
 get_scheduler_params = _member(keys.SCHEDULER, keys.SCHEDULER_PARAMS, None)
+get_lower_precision_safe_modules = _member(
+    keys.TORCH_AUTOCAST, keys.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES, None
+)
+get_checkpoint_parallel_write_pipeline = _member(
+    keys.CHECKPOINT_PARALLEL_WRITE, keys.CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE, False
+)
 get_torch_autocast_enabled = _member(keys.TORCH_AUTOCAST, keys.TORCH_AUTOCAST_ENABLED, False)
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_AUTOCAST = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()} | _DTYPES
 _PIPELINE = {
     "stages": "auto",
     "partition": "best",
@@ -142,6 +167,50 @@ def get_communication_data_type(
     if word is not None and str(word).lower() not in _DTYPES:
         raise ValueError(f"Invalid communication_data_type. Supported data types: {list(_DTYPES)}. Got: {word}")
     return None if word is None else _DTYPES[str(word).lower()]
+
+
+def get_torch_autocast_dtype(param_dict: Document) -> torch.dtype | None:
+    """Return the dtype of `torch_autocast`; None if it is absent.  Raises ValueError for another word."""
+    word = (param_dict.get(keys.TORCH_AUTOCAST) or {}).get(keys.TORCH_AUTOCAST_DTYPE)
+    found = _AUTOCAST.get(str(word).removeprefix("torch."))
+    if word is not None and found is None:
+        raise ValueError(f"Invalid dtype for torch autocast: {word}. It is one of {', '.join(_AUTOCAST)}")
+    return found
+
+
+def get_gradient_allreduce_op(param_dict: Document) -> str:
+    """Return "mean" or "sum".  Raises ValueError for another word."""
+    word = str(get_scalar_param(param_dict, keys.GRADIENT_ALLREDUCE_OP, keys.GRADIENT_ALLREDUCE_OP_DEFAULT)).lower()
+    if word not in keys.GRADIENT_ALLREDUCE_OP_SUPPORTED:
+        allowed = list(keys.GRADIENT_ALLREDUCE_OP_SUPPORTED)
+        raise ValueError(f"Invalid gradient_allreduce_op. Supported operations: {allowed}. Got: {word!r}")
+    return word
+
+
+@final
+class HybridEngineConfig(SectionModel):
+    """Section `hybrid_engine`; there is no such engine, so `enabled` is false."""
+
+    rows = HYBRID_ENGINE
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("release_inference_cache", "enable_cuda_graph"), False),
+        "max_out_tokens": 512,
+        "inference_tp_size": 1,
+        "pin_parameters": True,
+        "tp_gather_partition_size": 8,
+    }
+    title = "hybrid_engine"
+    enabled: bool
+
+
+def get_hybrid_engine_config(param_dict: Document) -> HybridEngineConfig:
+    """Return the section `hybrid_engine`.  Raises as HybridEngineConfig does."""
+    return HybridEngineConfig(**(param_dict.get("hybrid_engine") or {}))
+
+
+def get_expert_parallel_config(param_dict: Document) -> AutoEPConfig:
+    """Return the section `expert_parallel`.  Raises as AutoEPConfig does."""
+    return parse_autoep_config(param_dict.get("expert_parallel") or {})
 
 
 def get_pipeline_config(param_dict: Document) -> dict[str, Any]:
@@ -181,12 +250,24 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        self.global_rank, self.world_size = get_rank(), _replicas(mpu, mesh_device)
-        self.plan: Plan = resolve(load(config), Facts(world_size=self.world_size, replicas=self.world_size))
+        replicas = _replicas(mpu, mesh_device)
+        plan = resolve(load(config), Facts(world_size=replicas, replicas=replicas))
         found: Any = read(config).data or {}
-        self._param_dict: dict[str, Any] = dict(found)
-        self._read_plan(self.plan)
-        self._read_keys(self._param_dict)
+        self._read(plan, dict(found))
+
+    @classmethod
+    def of(cls, plan: Plan) -> DeepSpeedConfig:
+        """Return the config of an engine with this plan (not DeepSpeed's)."""
+        made = cls.__new__(cls)
+        made._read(plan, dict(plan.given))
+        return made
+
+    def _read(self, plan: Plan, document: dict[str, Any]) -> None:
+        self.global_rank, self.world_size = get_rank(), plan.batch.replicas
+        self.plan, self._param_dict = plan, document
+        self._read_plan(plan)
+        self._read_keys(document)
+        self._read_sections(document)
 
     def _read_plan(self, plan: Plan) -> None:
         """Set the values that depend on several keys."""
@@ -206,18 +287,13 @@ class DeepSpeedConfig:
         """Set the values of single keys and sections."""
         for name in _SINGLE_KEYS:
             setattr(self, name, globals()[f"get_{name}"](document))
+        self.torch_autocast_lower_precision_safe_modules = get_lower_precision_safe_modules(document)
         self.communication_data_type = get_communication_data_type(document)
         self.seq_parallel_communication_data_type = get_communication_data_type(
             document,
             keys.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE,
             keys.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE_DEFAULT,
         )
-        self.float16_config = get_float16_config(document)
-        self.bfloat16_config = get_bfloat16_config(document)
-        self.fp16_enabled, self.bfloat16_enabled = self.float16_config.enabled, self.bfloat16_config.enabled
-        self.activation_checkpointing_config = DeepSpeedActivationCheckpointingConfig(document)
-        self.comms_config = DeepSpeedCommsConfig(document)
-        self.pipeline = get_pipeline_config(document)
         checkpoint = get_checkpoint_params(document)
         mode = checkpoint.get(keys.CHECKPOINT_TAG_VALIDATION, keys.CHECKPOINT_TAG_VALIDATION_DEFAULT).upper()
         self.checkpoint_tag_validation_enabled = mode != keys.ValidationMode.IGNORE
@@ -228,6 +304,32 @@ class DeepSpeedConfig:
         self.grad_accum_dtype = dtypes.get(keys.GRAD_ACCUM_DTYPE)
         self.param_dtype, self.buffer_dtype = dtypes.get(keys.PARAM_DTYPE), dtypes.get(keys.BUFFER_DTYPE)
         self.keep_in_fp32_modules = dtypes.get(keys.KEEP_IN_FP32_MODULES, keys.KEEP_IN_FP32_MODULES_DEFAULT)
+        self.use_data_before_expert_parallel_ = get_expert_data_topo_config(document)
+        self.data_efficiency_enabled = get_data_efficiency_enabled(document)
+        self.checkpoint_parallel_write_pipeline = get_checkpoint_parallel_write_pipeline(checkpoint)
+        self.weight_quantization_config = None  # of inference engines; a config with that section is rejected
+
+    def _read_sections(self, document: dict[str, Any]) -> None:
+        """Set the objects of whole sections."""
+        self.zero_config = get_zero_config(document)
+        self.float16_config = get_float16_config(document)
+        self.bfloat16_config = get_bfloat16_config(document)
+        self.fp16_enabled, self.bfloat16_enabled = self.float16_config.enabled, self.bfloat16_config.enabled
+        self.activation_checkpointing_config = DeepSpeedActivationCheckpointingConfig(document)
+        self.comms_config = DeepSpeedCommsConfig(document)
+        self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(document)
+        self.wall_clock_breakdown = get_wall_clock_breakdown(document) or self.flops_profiler_config.enabled
+        self.autotuning_config = DeepSpeedAutotuningConfig(document)
+        self.hybrid_engine = get_hybrid_engine_config(document)
+        self.pipeline = get_pipeline_config(document)
+        self.data_efficiency_config = get_data_efficiency_config(document)
+        self.aio_config = get_aio_config(document)
+        self.datastates_config = DeepSpeedDataStatesConfig(document)
+        self.checkpoint_config = get_checkpoint_config(document)
+        self.compile_config = CompileConfig(**(document.get("compile") or {}))
+        self.timers_config = get_timers_config(document)
+        self.tensor_parallel_config = get_tensor_parallel_config(document)
+        self.expert_parallel_config = get_expert_parallel_config(document)
 
     def _configure_train_batch_size(self) -> None:
         """Complete the three batch sizes, which may be set to None before.  Raises AssertionError, as DeepSpeed does.
@@ -268,8 +370,8 @@ class DeepSpeedConfig:
 _SINGLE_KEYS = (
     *("managed_gradient_accumulation", "steps_per_print", "dump_state", "disable_python_gc", "disable_allgather"),
     *("prescale_gradients", "gradient_predivide_factor", "optimizer_legacy_fusion", "torch_autocast_enabled"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown", "memory_breakdown"),
-    *("dataloader_drop_last", "log_level"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "memory_breakdown"),
+    *("dataloader_drop_last", "log_level", "gradient_allreduce_op", "torch_autocast_dtype"),
 )
 
 

@@ -1,7 +1,7 @@
 """`deepspeed.runtime.config_utils`: base classes and helpers of config classes.
 
 `DeepSpeedConfigModel` is for config classes of users: a pydantic model, made when it is first asked for, since
-pydantic is not a dependency.  zengine's own config classes are `Section`s, which need no library.
+pydantic is not a dependency.  zengine's own config classes (section_model.py) need no library.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
-from zengine.config.grammar.suggest import nearest
+from zengine.deepspeed.section_model import SectionModel
 from zengine.deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ __all__ = [
     "DeepSpeedConfigModel",
     "DeepSpeedConfigObject",
     "ScientificNotationEncoder",
-    "Section",
     "dict_raise_error_on_duplicate_keys",
     "get_config_default",
     "get_dict_param",
@@ -30,71 +29,6 @@ __all__ = [
     "get_scalar_param",
     "pp_int",
 ]
-
-
-class Section:
-    """A section of a config: one attribute for each key of `DEFAULTS`.
-
-    Values must have the type of their default (an int is a float, too, and text is read as a number as pydantic
-    does); a default of None accepts anything.  The value "auto" is left out, as DeepSpeed leaves it out, unless
-    `strict`.
-
-    Raises ValueError for an unknown key, with the nearest one, and for a value of another type.
-    """
-
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    CHECKS: ClassVar[Mapping[str, Callable[[Any], str]]] = {}  # key -> what is wrong with a value, before conversion
-
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        given = {key: value for key, value in data.items() if strict or value != "auto"}
-        for key, default in self.DEFAULTS.items():
-            setattr(self, key, self._value(key, given[key]) if key in given else default)
-        for key in given:
-            if key not in self.DEFAULTS:
-                close = nearest(key, list(self.DEFAULTS))
-                hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(self.DEFAULTS)}"
-                raise ValueError(f"{type(self).__name__} has no key {key!r}: {hint}")
-        self.model_fields_set = set(given)  # keys that were given
-
-    def _value(self, key: str, value: Any) -> Any:
-        default = self.DEFAULTS[key]
-        if key in self.CHECKS and (problem := self.CHECKS[key](value)):
-            raise ValueError(problem)
-        if default is None:
-            return value
-        kind = type(default)
-        try:
-            if kind is bool:
-                return _boolean(value)
-            if kind in (int, float) and isinstance(value, (int, float, str)):
-                number = float(value)
-                if kind is float or number.is_integer():
-                    return kind(number)
-            elif isinstance(value, kind):
-                return value
-        except (ValueError, OverflowError):
-            pass
-        raise ValueError(f"{type(self).__name__}.{key} is {value!r}; give a value of type {kind.__name__}")
-
-    def model_dump(self) -> dict[str, Any]:
-        """Return the values by key."""
-        return {key: getattr(self, key) for key in self.DEFAULTS}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.model_dump().items())})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]  # values may be assigned
-
-
-def _boolean(value: Any) -> bool:
-    known = {True: True, False: False, "true": True, "false": False}
-    found = known.get(value.lower() if isinstance(value, str) else value)
-    if found is None:
-        raise ValueError(value)
-    return found
 
 
 @functools.cache
@@ -157,9 +91,10 @@ def __getattr__(name: str) -> Any:
 
 def get_config_default(config: Any, field_name: str) -> Any:
     """Return the default of a field of a config class.  Raises AssertionError (DeepSpeed's) if it has none."""
-    if isinstance(config, type) and issubclass(config, Section):
-        assert field_name in config.DEFAULTS, f"'{field_name}' is not a field in {config}"
-        return config.DEFAULTS[field_name]
+    if isinstance(config, type) and issubclass(config, SectionModel):
+        defaults = vars(config())
+        assert field_name in defaults, f"'{field_name}' is not a field in {config}"
+        return defaults[field_name]
     fields = config.model_fields
     assert field_name in fields, f"'{field_name}' is not a field in {config}"
     assert not fields[field_name].is_required(), f"'{field_name}' is a required field and has no default value"

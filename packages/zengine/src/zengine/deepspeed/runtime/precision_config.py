@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, ClassVar, final
 
-from zengine.deepspeed.runtime.config_utils import Section
+from zengine.config.grammar.table import section_of
+from zengine.config.keys.precision import BF16, Bf16, Fp16
 from zengine.deepspeed.runtime.constants import BFLOAT16, BFLOAT16_OLD, FP16
+from zengine.deepspeed.section_model import SectionModel
 
 __all__ = [
     "BFLOAT16",
@@ -32,55 +34,29 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
 
 
 @final
-class DeepSpeedBF16Config(Section):
+class DeepSpeedBF16Config(SectionModel):
     """Section `bf16`: CONFIG.md says what each key does."""
 
+    rows = section_of(Bf16, BF16)
+    defaults: ClassVar[Mapping[str, Any]] = {"immediate_grad_update": False}
+    title = BFLOAT16
     enabled: bool
     immediate_grad_update: bool
     check_grad_overflow: bool
     bf16_master_weights_and_grads: bool
     bf16_optimizer_states: bool
 
-    DEFAULTS = {  # noqa: RUF012
-        "enabled": False,
-        "immediate_grad_update": False,
-        "check_grad_overflow": True,
-        "bf16_master_weights_and_grads": False,
-        "bf16_optimizer_states": False,
-    }
-
-
-def _scale_problem(value: Any) -> str:
-    if isinstance(value, bool):
-        return "fp16.loss_scale must be a number, not bool"
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return "fp16.loss_scale must be a number"
-    if not math.isfinite(number):
-        return "fp16.loss_scale must be a finite number (not inf/-inf/nan)"
-    return "fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)" if number < 0 else ""
-
-
-def _count_problem(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"fp16.{name} must be an integer, not bool"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"fp16.{name} must be a finite number (not inf/-inf/nan)"
-    try:
-        int(value)
-    except (TypeError, ValueError):
-        return f"fp16.{name} must be an integer"
-    return ""
-
 
 @final
-class DeepSpeedFP16Config(Section):
+class DeepSpeedFP16Config(SectionModel):
     """Section `fp16`: CONFIG.md says what each key does.
 
-    Raises ValueError, too, for a window or a least scale that a dynamic scale cannot have.
+    Numbers of the loss scale may be text, as in DeepSpeed.  Raises ValueError, too, for a window or a least scale
+    that a dynamic scale cannot have.
     """
 
+    rows = section_of(Fp16)
+    title = FP16
     enabled: bool
     auto_cast: bool
     loss_scale: float  # 0: dynamic
@@ -91,29 +67,15 @@ class DeepSpeedFP16Config(Section):
     min_loss_scale: int
     fp16_master_weights_and_grads: bool
 
-    DEFAULTS = {  # noqa: RUF012
-        "enabled": False,
-        "auto_cast": False,
-        "loss_scale": 0.0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-        "fp16_master_weights_and_grads": False,
-    }
-    CHECKS = {  # noqa: RUF012
-        "loss_scale": _scale_problem,
-        "loss_scale_window": lambda value: _count_problem("loss_scale_window", value),
-        "min_loss_scale": lambda value: _count_problem("min_loss_scale", value),
-    }
-
     def __init__(self, strict: bool = False, **data: Any) -> None:
+        given = {name: data.pop(name) for name in ("loss_scale", *_COUNTS) if name in data}
+        numbers = {name: _number(name, value) for name, value in given.items() if strict or value != "auto"}
         super().__init__(strict, **data)
-        if self.enabled and self.loss_scale == 0:
-            for name in ("loss_scale_window", "min_loss_scale"):
-                if getattr(self, name) <= 0:
-                    raise ValueError(f"fp16.{name} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)")
+        vars(self).update({"min_loss_scale": 1, **numbers})
+        self.model_fields_set |= set(numbers)
+        for name in _COUNTS if self.enabled and self.loss_scale == 0 else ():
+            if getattr(self, name) <= 0:
+                raise ValueError(f"fp16.{name} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)")
 
     def initial_dynamic_scale(self) -> int:
         """Return the first dynamic loss scale."""
@@ -128,3 +90,24 @@ class DeepSpeedFP16Config(Section):
             "consecutive_hysteresis": self.consecutive_hysteresis,
             "min_scale": self.min_loss_scale,
         }
+
+
+_COUNTS = ("loss_scale_window", "min_loss_scale")
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number of the loss scale, a whole one for _COUNTS.  Raises ValueError."""
+    kind, noun = (int, "an integer") if name in _COUNTS else (float, "a number")
+    if isinstance(value, bool):
+        raise ValueError(f"fp16.{name} must be {noun}, not bool")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"fp16.{name} must be {noun}, got {value!r}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"fp16.{name} must be a finite number (not inf/-inf/nan)")
+    if kind is int and not number.is_integer():
+        raise ValueError(f"fp16.{name} must be an integer, got {value!r}")
+    if name == "loss_scale" and number < 0:
+        raise ValueError("fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)")
+    return kind(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from zengine.deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -23,6 +25,12 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def round_robin_bit16_groups(self) -> list[list[Tensor]]:
         """The module's trained parameters, by parameter group."""
         return [list(group) for group in self.fp16_groups]
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
+        """Views of the flat weights, by bucket and rank: the part that each rank updates."""
+        storages: Any = self.engine_facts.partition.storages  # whole ones below stage 3
+        return [[s.flat[slice(*s.bucket.span(rank))] for rank in range(s.bucket.num_shards)] for s in storages]
 
 
 def estimate_zero2_model_states_mem_needs(

@@ -1,0 +1,1 @@
+"""`deepspeed.datastates`: the section of its settings; zckpt writes checkpoints, also in the background."""

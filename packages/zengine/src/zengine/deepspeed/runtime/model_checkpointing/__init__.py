@@ -1,0 +1,1 @@
+"""`deepspeed.runtime.model_checkpointing`: the settings of checkpoints; zckpt writes them."""
