@@ -179,7 +179,9 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -
     _warn_missing_states(run, frozenset(kinds))
     with restored_options(optimizer):
         set_options(optimizer, options)
-        staged = zpartition.make_state(optimizer, run.parts.partition.holders, lambda name: kinds.get(name, {}))
+        staged = zpartition.make_state(
+            optimizer, run.parts.partition.holders, lambda name: kinds.get(name, {}), _number_forms(objects)
+        )
         with errors_at(node):
             check_states(optimizer, staged)
     restored = RestoredState(hand_over=staged.hand_over, origin=checkpoint.origin)
@@ -187,6 +189,11 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -
         if key in kinds.get(shard.name, {}):
             restored.add(f"{OPTIMIZER}{key}.{shard.name}", shard)
     return functools.partial(set_options, optimizer, options), restored
+
+
+def _number_forms(objects: zckpt.Node) -> dict[str, str]:
+    """Return the forms of the saved numbers; a checkpoint before 0.3 has none."""
+    return {key: form.text() for key, form in objects.member("number_forms", {}).members().items()}
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:

@@ -49,7 +49,7 @@ def state_shards(
             if (shards := _addressed(holder, value, begun)) is None:
                 raise TypeError(
                     f"state {key!r} of {type(optimizer).__name__} for {holder.pieces[0].slot.name} is "
-                    f"{_describe(value)}; a checkpoint can hold tensors shaped like the parameter, and scalars"
+                    f"{_describe(value)}; a checkpoint can hold tensors shaped like the parameter, and numbers"
                 )
             yield from ((key, shard) for shard in shards)
 
@@ -62,6 +62,7 @@ class StagedState:
     optimizer: torch.optim.Optimizer
     held: list[tuple[Holder, dict[str, torch.Tensor], list[bool]]]  # zeros to read into; by piece: has state
     bare: list[Holder]  # holders without state
+    forms: Mapping[str, str] = attrs.field(factory=dict)  # see `number_forms`
 
     def shards(self) -> Iterator[tuple[str, Shard]]:
         """Yield (state key, shard) to read into, addressed as by `state_shards`."""
@@ -95,22 +96,24 @@ class StagedState:
                 columns = {key: value for key, value in state.items() if is_column(value, len(begun))}
                 large = {key: value for key, value in state.items() if key not in columns}
                 state = {**merged_columns(columns, begun), **large}
-            holder.set_state(self.optimizer, dict(state))
+            holder.set_state(self.optimizer, {key: _in_form(self.forms.get(key), state[key]) for key in state})
 
 
 def make_state(
     optimizer: torch.optim.Optimizer,
     holders: Iterable[Holder],
     kinds_of: Callable[[str], Kinds],
+    forms: Mapping[str, str] | None = None,
 ) -> StagedState:
     """Return zeroed state for every holder, to load into and then to hand over; the optimizer is not changed.
 
-    `kinds_of(parameter name)[key]` is (dtype, shape), with None as the shape of a scalar.  A scalar lives where the
+    `kinds_of(parameter name)[key]` is (dtype, shape), with None as the shape of a scalar; `forms` are the saving
+    optimizer's `number_forms`.  A scalar lives where the
     optimizer keeps it: on the parameter's device if the group is fused or capturable or the class has
     `counts_on_device`, else on the CPU.
     """
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    staged = StagedState(optimizer, [], [])
+    staged = StagedState(optimizer, [], [], forms or {})
     for holder in holders:
         group = group_of[id(holder.tensor)]
         beside = group.get("fused") or group.get("capturable") or getattr(optimizer, "counts_on_device", False)
@@ -133,6 +136,38 @@ def make_state(
     return staged
 
 
+def number_forms(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the form of each state that is a number, but no 0-d tensor: "int", "float", or "vector": (1,).
+
+    A checkpoint holds numbers as 0-d tensors; with their forms, `make_state` restores them as they were.
+    """
+    found: dict[str, str] = {}
+    others: set[str] = set()  # states that have another form of some parameter
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            numbers = [each for each in value if each is not None] if isinstance(value, list) else [value]
+            if isinstance(value, torch.Tensor) and value.shape == (1,):
+                found[key] = "vector"
+            elif numbers and all(map(_is_number, numbers)):
+                found[key] = type(numbers[0]).__name__
+            else:
+                others.add(key)
+    return {key: form for key, form in found.items() if key not in others}
+
+
+def _in_form(form: str | None, value: Any) -> Any:
+    """Return a loaded number in its form of `number_forms`; another value unchanged."""
+    if form is None or not isinstance(value, torch.Tensor) or value.dim() > 1:
+        return value
+    if form == "vector":
+        return value.view(1) if value.dim() == 0 else value
+    return value.tolist() if value.dim() else value.item()
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
 def _by_segment(holder: Holder, states: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, Shard]]:
     """Yield (state key, shard) of state kept by segment: cut as the tensor where it is flat, else whole."""
     for piece, state in zip(holder.pieces, states):
@@ -150,6 +185,8 @@ def _addressed(holder: Holder, value: Any, begun: Sequence[bool]) -> Iterator[Sh
     """Return the shards of one state of `holder`, for the pieces with state; None for a value without an address."""
     numel = holder.tensor.numel()
     pieces = [piece for piece, has_state in zip(holder.pieces, begun) if has_state]
+    if _is_number(value) or (isinstance(value, list) and is_column(value, len(begun))):
+        value = _as_tensor(value)
     if isinstance(value, torch.Tensor) and value.dim() and holder.is_whole and not holder.is_boxed:
         return iter([whole(holder.pieces[0].slot.name, value)])
     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
@@ -162,6 +199,16 @@ def _addressed(holder: Holder, value: Any, begun: Sequence[bool]) -> Iterator[Sh
     if is_coded(value) and value.shape == holder.tensor.shape:
         return (shard for piece in pieces for shard in _coded(piece, value))
     return None
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return a number as a 0-d tensor, a column of numbers (None: no update) as (pieces,); None for other values."""
+    numbers = [each for each in value if each is not None] if isinstance(value, list) else [value]
+    if not numbers or not all(map(_is_number, numbers)):
+        return None
+    dtype = torch.int64 if all(type(each) is int for each in numbers) else torch.float64
+    given = [each if each is not None else 0 for each in value] if isinstance(value, list) else value
+    return torch.tensor(given, dtype=dtype)
 
 
 def _cut(piece: Piece, values: torch.Tensor) -> Iterator[Shard]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zengine.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
-from zpartition import safe_get_full_fp32_param
+from zpartition import safe_get_full_fp32_param, safe_get_local_grad
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -222,10 +222,43 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return self.engine_facts.partition.group
 
     @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's elements of the mean gradients, flat, by parameter group; from a step's last backward on.
+
+        Empty before.  At stage 3, the numbers are those of `fp16_groups`.
+        """
+        found = {}
+        for index, params in enumerate(self.fp16_groups):
+            parts = [part for param in params if (part := safe_get_local_grad(param)) is not None]
+            if parts:
+                found[index] = parts
+        return found
+
+    @property
+    def params_in_partition(self) -> list[list[Parameter]]:
+        """The module's parameters of which this rank updates elements, by parameter group."""
+        return self._of_rank(is_here=True)
+
+    @property
+    def params_not_in_partition(self) -> list[list[Parameter]]:
+        """The module's parameters that other ranks update, by parameter group."""
+        return self._of_rank(is_here=False)
+
+    def _of_rank(self, *, is_here: bool) -> list[list[Parameter]]:
+        partition = self.engine_facts.partition
+        found: list[list[Parameter]] = [[] for _ in self.param_groups]
+        for storage in partition.storages:
+            mine = {piece.slot.name for piece in storage.pieces(partition.rank)}
+            for slot, param in zip(storage.bucket.slots, storage.params):
+                if (slot.name in mine) is is_here:
+                    found[storage.bucket.group].append(param)
+        return found
+
+    @property
     def partition_count(self) -> list[int]:
         """Ranks that shard the states, by parameter group."""
         return [self.engine_facts.plan.parallel.gradient_ranks] * len(self.param_groups)
 
 
 def _joined(params: list[Tensor]) -> Tensor:
-    return params[0].detach() if len(params) == 1 else torch.cat([param.detach().reshape(-1) for param in params])
+    return params[0] if len(params) == 1 else torch.cat([param.detach().reshape(-1) for param in params])
