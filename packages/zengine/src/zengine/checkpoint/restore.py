@@ -179,8 +179,9 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -
     _warn_missing_states(run, frozenset(kinds))
     with restored_options(optimizer):
         set_options(optimizer, options)
+        forms, of_padding = _number_forms(objects), next(iter(kinds.values()), {})
         staged = zpartition.make_state(
-            optimizer, run.parts.partition.holders, lambda name: kinds.get(name, {}), _number_forms(objects)
+            optimizer, run.parts.partition.holders, lambda name: kinds.get(name, {} if name else of_padding), forms
         )
         with errors_at(node):
             check_states(optimizer, staged)

@@ -83,7 +83,8 @@ class StagedState:
         """
         check = getattr(self.optimizer, "check_portable_state", lambda tensor, state: None)
         for holder, state, _ in self.held:
-            check(holder.tensor, state)
+            if holder.pieces:  # else padding, whose state is not loaded
+                check(holder.tensor, state)
 
     def hand_over(self) -> None:
         """Replace the optimizer's state by the loaded one.  Once."""
@@ -107,8 +108,8 @@ def make_state(
 ) -> StagedState:
     """Return zeroed state for every holder, to load into and then to hand over; the optimizer is not changed.
 
-    `kinds_of(parameter name)[key]` is (dtype, shape), with None as the shape of a scalar; `forms` are the saving
-    optimizer's `number_forms`.  A scalar lives where the
+    `kinds_of(parameter name)[key]` is (dtype, shape), with None as the shape of a scalar; `kinds_of("")` is that of
+    a shard without parameters; `forms` are the saving optimizer's `number_forms`.  A scalar lives where the
     optimizer keeps it: on the parameter's device if the group is fused or capturable or the class has
     `counts_on_device`, else on the CPU.
     """
@@ -120,6 +121,8 @@ def make_state(
         scalar_device = holder.tensor.device if beside else torch.device("cpu")
         of_pieces = [kinds_of(piece.slot.name) for piece in holder.pieces]
         kinds = {key: kind for found in of_pieces for key, kind in found.items()}
+        if not holder.pieces:  # only padding, which optimizers update as well: ranks agree on what has state
+            kinds = dict(kinds_of(""))
         state = (new_state(optimizer, holder.tensor) if kinds else None) or {}
         for key, (dtype, shape) in kinds.items() if not state else ():
             if shape is None:
