@@ -272,7 +272,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("interchange.export_universal", "interchange.read_deepspeed"),
         },
     },
-    "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
+    "checkpoint/restore.py": {
+        "zckpt": {"CheckpointStateError", "MemoryCheckpoint", "Node", "rng"},
+        "zpartition": {"make_state"},
+    },
     "checkpoint/consensus.py": {
         "zckpt": {
             *("find", "Checkpoint", "MemoryCheckpoint", "interchange"),

@@ -71,6 +71,8 @@ class StagedState:
                 yield from _by_segment(holder, by_segment)
                 continue
             for key, value in state.items():
+                if not holder.pieces and value.dim() == 0:  # padding, counted like any parameter
+                    yield key, Shard("", (), (), (0, 1), value.view(-1))
                 for shard in _addressed(holder, value, begun) or ():
                     assert isinstance(shard, Shard)
                     yield key, shard
