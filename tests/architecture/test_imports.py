@@ -249,8 +249,12 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # global shapes of experts
     "build/agreement.py": {"zcomm": {"all_gather_object"}, "zpartition": {"FullTensors", "expert_shards_of"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
-    "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng", "whole"}, "zpartition": {"state_shards"}},
-    "deepspeed/utils/state_files.py": {"zckpt": {"find", "Checkpoint", "whole"}},
+    "checkpoint/save_load.py": {
+        "zckpt": {"ReadRequest", "rng", "whole"},
+        "zpartition": {"number_forms", "state_shards"},
+    },
+    "deepspeed/utils/state_files.py": {"zckpt": {"find", "Checkpoint", "whole", "interchange.write_torch_file"}},
+    "deepspeed/runtime/zero/offload_states.py": {"zpartition": {"OffloadStateType"}},
     "checkpoint/single_files.py": {"zckpt": {"interchange.read_torch_file", "interchange.write_torch_file"}},
     "deepspeed/checkpoint/deepspeed_checkpoint.py": {"zckpt": {"interchange.read_torch_file"}},
     "deepspeed/checkpoint/reshape_3d_utils.py": {"zckpt": {"interchange.read_torch_file"}},
@@ -269,7 +273,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("interchange.export_universal", "interchange.read_deepspeed"),
         },
     },
-    "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
+    "checkpoint/restore.py": {
+        "zckpt": {"CheckpointStateError", "MemoryCheckpoint", "Node", "rng"},
+        "zpartition": {"make_state"},
+    },
     "checkpoint/consensus.py": {
         "zckpt": {
             *("find", "Checkpoint", "MemoryCheckpoint", "interchange"),

@@ -40,6 +40,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2LMHeadModel,
     LlamaConfig,
+    LlamaForSequenceClassification,
     MixtralConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -47,6 +48,7 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations.deepspeed import (
+    HfDeepSpeedConfig,
     deepspeed_sp_compute_loss,
     is_deepspeed_zero3_enabled,
     unset_hf_deepspeed_config,
@@ -239,6 +241,30 @@ def kept_in_float32(section: str, stage: int) -> dict[str, Any]:
     return found
 
 
+def constructed() -> dict[str, Any]:
+    """Train a classifier made by its constructor, whose base model alone is built inside zero.Init."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    tokens, label = torch.arange(2, 10).view(1, 8), torch.tensor([1])
+    shape = LlamaConfig(num_attention_heads=2, num_labels=3, pad_token_id=0, **sizes)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    keep = HfDeepSpeedConfig(config)
+    model = LlamaForSequenceClassification(shape)
+    is_sharded = hasattr(model.model.embed_tokens.weight, "ds_id")
+    del keep
+    unset_hf_deepspeed_config()
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    plain = LlamaForSequenceClassification(shape)
+    plain.load_state_dict(engine.module_state_dict())
+    expected = float(plain(input_ids=tokens, labels=label).loss)
+    losses = []
+    for _ in range(2):
+        engine.backward(engine(input_ids=tokens, labels=label).loss)
+        losses.append(engine.step().loss)
+    engine.destroy()
+    return {"losses": losses, "expected": expected, "sharded": is_sharded}
+
+
 def with_sequences_shared() -> dict[str, Any]:
     """Compare Accelerator(parallelism_config=ParallelismConfig(sp_size=2)) with one process on every batch."""
 
@@ -363,6 +389,7 @@ def main(folder: Path) -> None:
         "across": lambda: across_stages(folder / "across"),
         "pretrained": lambda: from_pretrained(folder / "pretrained"),
         **{f"kept-{half}": lambda half=half: kept_in_float32(half, 3) for half in ("bf16", "fp16")},
+        "constructed": constructed,
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
         "shared": with_sequences_shared,
         "experts": lambda: with_experts(folder / "experts"),

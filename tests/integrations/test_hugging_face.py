@@ -56,6 +56,13 @@ def test_trainer_exports_the_checkpoints_masters_equal_to_plain_training(found: 
     assert exported["apart"] < 1e-4
 
 
+def test_a_model_may_be_constructed_directly_at_stage_3(found: list[dict[str, Any]]):
+    ours = of(found, "constructed")
+    assert ours["sharded"]
+    assert ours["losses"][0] == pytest.approx(ours["expected"], abs=1e-5)
+    assert ours["losses"][1] < ours["losses"][0]
+
+
 def test_states_are_split_over_the_ranks(found: list[dict[str, Any]]):
     parts = [sum(results["trainer-3"]["parts"] for results in found)]
     assert 0 < parts[0] < 2 * 18432

@@ -66,7 +66,7 @@ def _again(end: str, stage: int, stage_again: int, more: dict[str, Any]) -> tupl
     trained = weights(net)
     if is_dropped:
         with pytest.raises(ValueError, match=r"close\(\) the partition \(or the engine\) .* or drop every reference"):
-            deepspeed.initialize(model=net, config=config(stage, **more))
+            zengine.initialize(model=net, config=config(stage, **more))
         assert all(map(torch.equal, weights(net), trained))
         if end == "cycle":
             cycle: list[Any] = [engine]
@@ -76,10 +76,14 @@ def _again(end: str, stage: int, stage_again: int, more: dict[str, Any]) -> tupl
         if end == "drop":
             gc.collect()
             assert num_hooks(net) == before
-    else:
+    elif end != "again":
         getattr(engine, end)()
+    first = engine if end == "again" else None
     engine = deepspeed.initialize(model=net, config=config(stage_again, **more))[0]
     assert all(map(torch.equal, weights(net), trained))
+    if first is not None:  # deepspeed.initialize has closed it
+        with pytest.raises(zengine.CallOrderError, match="the engine is closed"):
+            first(torch.zeros(1, 4))
     losses, found = train(engine), weights(net)
     engine.close()
     assert num_hooks(net) == before
@@ -91,7 +95,7 @@ def _again(end: str, stage: int, stage_again: int, more: dict[str, Any]) -> tupl
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_continue_whatever_ended_the_first_engine(world: int, stage: int, stage_again: int) -> None:
     losses, expected = run_ranks(_again, world, "close", stage, stage_again, {})[0]
-    for end in ("destroy", "drop", "cycle"):
+    for end in ("destroy", "drop", "cycle", "again"):
         for others, found in run_ranks(_again, world, end, stage, stage_again, {}):
             assert others == losses
             assert all(map(torch.equal, found, expected))

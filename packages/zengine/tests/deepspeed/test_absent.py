@@ -6,7 +6,6 @@ import pytest
 
 import zengine.deepspeed as deepspeed
 from zengine.deepspeed.absent import ABSENT, NotAvailable, absent, raise_not_available
-from zengine.deepspeed.autotuning.scheduler import ResourceManager
 from zengine.deepspeed.module_inject.replace_module import GroupQuantizer
 
 
@@ -15,7 +14,6 @@ from zengine.deepspeed.module_inject.replace_module import GroupQuantizer
     [
         (GroupQuantizer, r"module_inject\.GroupQuantizer: .* Use deepspeed\.linear\.QuantizedLinear"),
         (deepspeed.DeepSpeedTransformerLayer, "fused BERT layer of 2020"),
-        (ResourceManager, r"autotuning\.ResourceManager: .* Use `zengine plan"),
     ],
 )
 def test_making_or_subclassing_an_absent_class_says_what_to_do(cls, told):

@@ -143,6 +143,38 @@ def test_groups_of_parameters_and_masters_and_their_refreshing():
     assert (optimizer.partition_count, optimizer.clip_grad, optimizer.get_lr()) == ([1, 1], 1.0, 0.5)
 
 
+def test_partitions_of_weights_and_gradients() -> None:
+    """As DeepSpeed's tests read them."""
+    engine, optimizer = make({**ADAM, "zero_optimization": {"stage": 2}})
+    weight, bias = engine.module.weight, engine.module.bias
+    assert optimizer.averaged_gradients == {}
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    (gradients,) = optimizer.averaged_gradients.values()
+    assert [each.tolist() for each in gradients] == [[1.0] * 4, [1.0] * 2]
+    engine.step()
+    assert [{id(each) for each in group} for group in optimizer.params_in_partition] == [{id(weight), id(bias)}]
+    assert optimizer.params_not_in_partition == [[]]
+    (flat,), ((part,),) = optimizer.bit16_groups_flat, optimizer.parallel_partitioned_bit16_groups
+    assert part.data_ptr() == flat.data_ptr() == min(weight.data_ptr(), bias.data_ptr())
+    assert part.data_ptr() % (2 * optimizer.nccl_start_alignment_factor) == 0
+    (master,) = optimizer.single_partition_of_fp32_groups
+    assert optimizer.state[master]["exp_avg"].shape == master.shape
+
+
+def test_sub_groups_of_stage_3() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine, optimizer = make({**ADAM, "zero_optimization": zero})
+    train(engine)
+    optimizer._set_fp32_optimizer_param_groups()
+    masters = optimizer.fp32_partitioned_groups_flat
+    assert [sorted(each.numel() for each in group) for group in optimizer.fp16_groups] == [[2, 4]]
+    assert [float(optimizer.state[master]["step"]) for master in masters] == [1.0]
+    optimizer._clear_fp32_optimizer_param_groups()
+    first = deepspeed.utils.safe_get_full_fp32_param(optimizer.fp16_groups[0][0]).reshape(-1)
+    assert torch.equal(masters[0][: first.numel()], first)
+    assert engine.module.ds_grads_remaining == 0
+
+
 class Wrapping(torch.optim.SGD):
     """An optimizer of the caller with attributes that DeepSpeed's classes have, too."""
 

@@ -125,7 +125,7 @@ def check_evaluated_then_trained(stage: int) -> None:
         assert torch.equal(first(x), second(x))
         assert not torch.equal(first(x), expected)
     with pytest.raises(ValueError, match="partitioned already"):
-        deepspeed.initialize(model=given, config=CONFIG)
+        zengine.initialize(model=given, config=CONFIG)
     first.destroy()
     assert all(hasattr(param, "ds_id") for param in given.parameters())
     second.destroy()

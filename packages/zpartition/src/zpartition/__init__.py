@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zpartition._renamed import renamed
+from zpartition.core import UnusedParametersError
 from zpartition.deferred.init import Init, is_deferred, recording, suspend_init
 from zpartition.estimate.memory import MemoryPlan, plan
 from zpartition.estimate.traffic import Flow, TrafficPlan, plan_traffic
@@ -35,7 +36,7 @@ from zpartition.layout.policy import (
 from zpartition.ownership import reclaim_weights
 from zpartition.partition import Partition
 from zpartition.sharding import shard
-from zpartition.state.addressing import StagedState, make_state, state_shards
+from zpartition.state.addressing import StagedState, make_state, number_forms, state_shards
 from zpartition.state.optimizer_state import Holder
 from zpartition.tensors.access import (
     local_weight,
@@ -82,6 +83,7 @@ __all__ = [
     "StagedState",
     "Tier",
     "TrafficPlan",
+    "UnusedParametersError",
     "ZeroPolicy",
     "check_slices",
     "expert_shards_of",
@@ -93,6 +95,7 @@ __all__ = [
     "local_weight",
     "make_state",
     "model_parallel_group_of",
+    "number_forms",
     "own_parts",
     "pipeline_stages_of",
     "plan",

@@ -30,7 +30,11 @@ from zpartition.weights.sharded import ShardedStorage, Storage
 from zpartition.weights.storage import BucketStorage, ReplicatedTensors
 from zpartition.weights.unshard import Unsharder
 
-__all__ = ["PartitionState", "Unused"]
+__all__ = ["PartitionState", "Unused", "UnusedParametersError"]
+
+
+class UnusedParametersError(ValueError, AssertionError):
+    """No rank used some parameters, and the policy forbids that; an AssertionError for code that DeepSpeed raises."""
 
 
 @attrs.frozen
@@ -200,7 +204,8 @@ class PartitionState:
         """Return the parameters for which ranks have no gradient.  A collective.
 
         Raises:
-            ValueError: the policy forbids unused parameters and there are some, or no rank has any gradient.
+            UnusedParametersError: the policy forbids unused parameters and there are some.
+            ValueError: no rank has any gradient.
         """
         slots = [slot.name for _, slot in self.layout.slots()]
         flags = [i in gradient.seen for gradient in self.reducer.gradients for i in range(len(gradient.params))]
@@ -213,7 +218,7 @@ class PartitionState:
                 "no rank produced a gradient for any parameter: the loss comes from another module, or is constant"
             )
         if names and not self.policy.ignore_unused:
-            raise ValueError(
+            raise UnusedParametersError(
                 f"no rank produced a gradient for {', '.join(sorted(names)[:10])} ({len(names)} in all). Use them in "
                 "the forward pass, freeze them, or set ignore_unused_parameters to true."
             )

@@ -88,6 +88,30 @@ class Manifest:
         return sum(entry.nbytes for entry in self.files.values())
 
 
+class Described:
+    """Base of open checkpoints: what their manifest says."""
+
+    __slots__ = ()
+    manifest: Manifest
+
+    @property
+    def tag(self) -> str:
+        return self.manifest.tag
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def objects(self) -> dict[str, JSON]:
+        """The run's JSON values."""
+        return self.manifest.objects
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors, of any rank, sorted."""
+        return tuple(sorted(self.manifest.tensors))
+
+
 def library_versions() -> dict[str, str]:
     """Versions of the writer's libraries, for the manifest."""
     return {

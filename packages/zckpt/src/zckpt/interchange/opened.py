@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zckpt.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointReadError
 from zckpt.format.canonical import JSON
-from zckpt.format.manifest import Manifest, TensorEntry
+from zckpt.format.manifest import Described, Manifest, TensorEntry
 from zckpt.format.shard import Shard, ShardLike
 from zckpt.interchange.engine_state import NO_RANK_STATE
 from zckpt.loading.plan_reads import LoadReport, ReadRequest, check_problems, merge_plans, plan_read
@@ -44,7 +44,7 @@ class OpenedFormat(Protocol):
 
 @final
 @attrs.frozen(eq=False)
-class ForeignCheckpoint:
+class ForeignCheckpoint(Described):
     """A foreign checkpoint with the interface of `Checkpoint`; valid until `close`."""
 
     path: Path
@@ -83,19 +83,6 @@ class ForeignCheckpoint:
         return cls(found.path, manifest, parts, found)
 
     @property
-    def tag(self) -> str:
-        return self.manifest.tag
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def objects(self) -> dict[str, JSON]:
-        """The run's JSON values."""
-        return self.manifest.objects
-
-    @property
     def origin(self) -> str:
         """Location of the objects, for errors."""
         return str(self.path)
@@ -103,10 +90,6 @@ class ForeignCheckpoint:
     def rank_objects(self, rank: int) -> dict[str, JSON]:
         """The JSON values of each rank, which other formats do not have."""
         return self.manifest.rank_objects[0]
-
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors, sorted."""
-        return tuple(sorted(self.manifest.tensors))
 
     def tensor(self, name: str) -> Tensor:
         """Return one whole tensor in its stored dtype and shape; raises CheckpointMismatch for another name."""

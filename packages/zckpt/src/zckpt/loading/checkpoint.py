@@ -28,7 +28,7 @@ from zckpt.errors import (
 from zckpt.format import manifest as manifests
 from zckpt.format import schema
 from zckpt.format.canonical import JSON
-from zckpt.format.manifest import FILE_NAME, Manifest
+from zckpt.format.manifest import FILE_NAME, Described, Manifest
 from zckpt.format.schema import ManifestSummary
 from zckpt.format.shard import ShardLike, whole
 from zckpt.loading.plan_reads import (
@@ -51,7 +51,7 @@ from zckpt.storage.thread_pool import run_jobs
 
 @final
 @attrs.define(eq=False)
-class Checkpoint:
+class Checkpoint(Described):
     """A checkpoint whose manifest and file sizes are checked; `find` opens it.  Tensors are read on demand."""
 
     path: Path
@@ -62,19 +62,6 @@ class Checkpoint:
 
     def __attrs_post_init__(self) -> None:
         self.verifier = Verifier(self.path, self.manifest, self.storage)
-
-    @property
-    def tag(self) -> str:
-        return self.manifest.tag
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def objects(self) -> dict[str, JSON]:
-        """The run's JSON values."""
-        return self.manifest.objects
 
     @property
     def origin(self) -> str:
@@ -89,10 +76,6 @@ class Checkpoint:
                 f"checkpoint {self.path} was saved by {count} ranks: it has no objects of rank {rank}"
             )
         return self.manifest.rank_objects[rank]
-
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors, sorted."""
-        return tuple(sorted(self.manifest.tensors))
 
     def read(
         self,

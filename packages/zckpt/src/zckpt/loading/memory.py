@@ -18,7 +18,7 @@ import torch
 
 from zckpt.errors import CheckpointMismatch, CheckpointReadError
 from zckpt.format.canonical import JSON
-from zckpt.format.manifest import Manifest, TensorEntry
+from zckpt.format.manifest import Described, Manifest, TensorEntry
 from zckpt.format.regions import Region
 from zckpt.format.safetensors_layout import dtype_name, dtype_of
 from zckpt.format.shard import ShardLike, region_of
@@ -28,7 +28,7 @@ from zckpt.ranks import ALONE, Peers, Vote
 
 @final
 @attrs.frozen(eq=False)
-class MemoryCheckpoint:
+class MemoryCheckpoint(Described):
     """The copy of a save, made by `SaveHandle.checkpoint`; valid until the next save reuses its memory."""
 
     path: str  # its name in errors and logs
@@ -70,19 +70,6 @@ class MemoryCheckpoint:
         return cls(f"memory copy of {tag}", manifest, peers.rank, kept)
 
     @property
-    def tag(self) -> str:
-        return self.manifest.tag
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def objects(self) -> dict[str, JSON]:
-        """The run's JSON values."""
-        return self.manifest.objects
-
-    @property
     def origin(self) -> str:
         """Location of the objects, for errors."""
         return self.path
@@ -90,10 +77,6 @@ class MemoryCheckpoint:
     def rank_objects(self, rank: int) -> dict[str, JSON]:
         """The JSON values that `rank` saved."""
         return self.manifest.rank_objects[rank]
-
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors that any rank holds, sorted."""
-        return tuple(sorted(self.manifest.tensors))
 
     def read(
         self,

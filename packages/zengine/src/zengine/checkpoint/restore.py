@@ -193,14 +193,25 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -
     _warn_missing_states(run, frozenset(kinds))
     with restored_options(optimizer):
         set_options(optimizer, options)
-        staged = zpartition.make_state(optimizer, run.parts.partition.holders, lambda name: kinds.get(name, {}))
+        in_memory = isinstance(checkpoint, zckpt.MemoryCheckpoint)  # of this rank's own shards
+        any_name = "" if in_memory else next(iter(kinds), "")  # padding counts like any parameter
+        forms = _number_forms(objects)
+        staged = zpartition.make_state(
+            optimizer, run.parts.partition.holders, lambda name: kinds.get(name or any_name, {}), forms
+        )
         with errors_at(node):
             check_states(optimizer, staged)
     restored = RestoredState(hand_over=staged.hand_over, origin=checkpoint.origin)
     for key, shard in staged.shards():
-        if key in kinds.get(shard.name, {}):
-            restored.add(f"{OPTIMIZER}{key}.{shard.name}", shard)
+        name = shard.name or any_name
+        if key in kinds.get(name, {}):
+            restored.add(f"{OPTIMIZER}{key}.{name}", shard)
     return functools.partial(set_options, optimizer, options), restored
+
+
+def _number_forms(objects: zckpt.Node) -> dict[str, str]:
+    """Return the forms of the saved numbers; a checkpoint before 0.3 has none."""
+    return {key: form.text() for key, form in objects.member("number_forms", {}).members().items()}
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:

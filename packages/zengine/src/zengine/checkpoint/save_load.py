@@ -254,9 +254,11 @@ def _small_state(
     objects, rank_objects, held = on_every_rank(
         lambda: (_objects(run, features, client_state, tensors), _rank_objects(run), stored(tensors)), peers
     )
-    common_objects = {key: objects[key] for key in ("features", "client_state", "metrics")}
-    # rank 0's: counts and the caller's state may differ between ranks
-    objects |= peers.exchange(common_objects if peers.rank == 0 else {})[0]
+    # rank 0's counts and caller's state, which may differ between ranks, and the numbers of every rank's parameters
+    common = ("features", "client_state", "metrics", "number_forms") if peers.rank == 0 else ("number_forms",)
+    of_ranks = peers.exchange({key: objects[key] for key in common})
+    objects |= of_ranks[0]
+    objects["number_forms"] = {key: form for each in of_ranks for key, form in each["number_forms"].items()}
     return objects, rank_objects, held if peers.rank == 0 else []
 
 
@@ -270,6 +272,7 @@ def _objects(
         "metrics": _metrics(client_state),
         "clock": encode(run.clock.state_dict()),
         "optimizer": None if run.optimizer is None else _describe_optimizer(run.optimizer),
+        "number_forms": {} if run.optimizer is None else zpartition.number_forms(run.optimizer),
         "scheduler": {
             "kind": type(parts.scheduler).__name__,
             "state": encode(parts.scheduler.state_dict(), "the scheduler's state"),

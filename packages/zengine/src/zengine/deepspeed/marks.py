@@ -17,6 +17,11 @@ A saved weight that autograd unpacks is a plain tensor here, not the parameter. 
 torch.Tensor has a `ds_status`: AVAILABLE for tensors in the memory of whole weights, an AttributeError for others.
 The backward of custom functions asks for it (TRL's losses do).
 
+Between `zero.Init` and `initialize`, a fill of a weight at rest (`nn.init.normal_(weight)` outside of
+GatheredParameters) has no effect, as with DeepSpeed's empty weights: Transformers initializes again on the ranks that
+have not edited.
+Until then the class of a marked parameter has a `__torch_function__`; `initialize` gives it one without.
+
 Rejected: attributes in the parameters' dicts, updated at every gather (a cost in every step, and closures that
 cannot be pickled); properties on torch.nn.Parameter (shared by all code).
 """
@@ -26,9 +31,11 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
@@ -116,7 +123,11 @@ class Marked:
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Status: AVAILABLE while it is gathered."""
-        is_held = _mark_of(self).num_holders > 0 or zpartition.is_gathered(_param(self))
+        known = _mark_of(self)
+        is_held = known.num_holders > 0 or zpartition.is_gathered(_param(self))
+        partition = None if known.partition is None or is_held else known.partition()
+        if partition is not None and id(self) not in partition.unshard_hooks.unit_of:  # it stays whole
+            is_held = _is_in_running_module(_param(self))
         return ZeroParamStatus.AVAILABLE if is_held else ZeroParamStatus.NOT_AVAILABLE
 
     @property
@@ -257,10 +268,14 @@ def is_marked(param: object) -> bool:
     return isinstance(param, Marked) and id(param) in _marks
 
 
-def mark(param: Parameter) -> _Mark:
-    """Return the mark of `param`; create it if there is none."""
-    if not is_marked(param):
-        _set_class(param, _class_for(getattr(type(param), "stands_for", type(param))))
+def mark(param: Parameter, *, is_deferred: bool = False) -> _Mark:
+    """Return the mark of `param`; create it if there is none.
+
+    is_deferred: `zero.Init` built it, and `initialize` is still to come: fills at rest have no effect.
+    """
+    marked = _class_for(getattr(type(param), "stands_for", type(param)), is_deferred)
+    if not is_marked(param) or (type(param) is not marked and not is_deferred):
+        _set_class(param, marked)
         known = _marks.get(id(param))
         if known is None or known[0]() is not param:  # else other code changed its class since (experts)
             _marks[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), _Mark(next(_numbers))
@@ -376,7 +391,7 @@ class ZeroMarks(Feature):
             for param in module.parameters():
                 mark(param).leaf = weakref.ref(module)
         for module in modules:
-            vars(module).update(zip(_OF_MODULES, (external_parameters(module).items, set())))
+            vars(module).update(zip(_OF_MODULES, (external_parameters(module).items, set(), 0)))
         optimizer: Any = run.optimizer
         if optimizer is not None:
             optimizer.parameter_offload = ParameterOffload(run.module, run.parts.partition)
@@ -389,7 +404,8 @@ class ZeroMarks(Feature):
         self._undo()
 
 
-_OF_MODULES = ("ds_external_parameters", "ds_active_sub_modules")  # attributes of the modules of a marked engine
+# Attributes of the modules of a marked engine; no module waits for gradients of its inputs, so none remain.
+_OF_MODULES = ("ds_external_parameters", "ds_active_sub_modules", "ds_grads_remaining")
 
 
 def _remove_marks(params: list[Parameter], modules: list[nn.Module], optimizer: Any, engine: int) -> None:
@@ -412,11 +428,59 @@ def _set_class(param: Any, kind: type[Any]) -> None:
     param.__class__ = kind
 
 
+_FILLS = frozenset(
+    (
+        *(
+            "bernoulli_",
+            "cauchy_",
+            "clamp_",
+            "constant_",
+            "dirac_",
+            "exponential_",
+            "eye_",
+            "fill_",
+            "kaiming_normal_",
+        ),
+        *("kaiming_uniform_", "normal_", "ones_", "orthogonal_", "random_", "trunc_normal_", "uniform_", "zero_"),
+        *("xavier_normal_", "xavier_uniform_", "zeros_", "mul_", "div_", "add_", "sub_"),
+    )
+)
+
+
+class _IgnoresFills:
+    """Base of deferred parameters: fills of one without memory, or of a view of it, have no effect."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        plainly: Any = Parameter.__torch_function__  # runs a function as for plain tensors
+        is_at_rest = isinstance(target, _IgnoresFills) and plainly(_has_no_memory, types, (target,), {})
+        if is_at_rest and getattr(func, "__name__", "") in _FILLS:
+            return target
+        found = plainly(func, types, args, kwargs)
+        if is_at_rest and type(found) is Tensor and _has_no_memory(found):
+            return found.as_subclass(_ViewAtRest)
+        return found
+
+
+class _ViewAtRest(_IgnoresFills, Tensor):
+    """View of a deferred parameter without memory."""
+
+
+def _has_no_memory(tensor: Any) -> bool:
+    """Return whether one NaN stands for all elements (zpartition's fake device)."""
+    return not tensor.is_meta and tensor.dim() > 0 and not any(tensor.stride()) and tensor.numel() > 0
+
+
 @functools.cache
-def _class_for(kind: Any) -> type[Any]:
+def _class_for(kind: Any, is_deferred: bool = False) -> type[Any]:
     """Return the marked subclass of `kind`, with the same name."""
     members = {"stands_for": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
-    made: type[Any] = type(kind)(kind.__name__, (Marked, kind), members)
+    bases = (_IgnoresFills, Marked, kind) if is_deferred else (Marked, kind)
+    made: type[Any] = type(kind)(kind.__name__, bases, members)
     return made
 
 
@@ -426,6 +490,21 @@ def _mark_of(param: Any) -> _Mark:
     if found is None or found[0]() is not param:
         raise AttributeError("this parameter has no ZeRO marks")
     return found[1]
+
+
+def _is_in_running_module(param: Parameter) -> bool:
+    """Return whether a module with `param` is running in this thread; small weights have no hooks that note it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _RUN_MODULE and any(
+            param is own for own in frame.f_locals["self"].parameters(recurse=False)
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_RUN_MODULE = nn.Module._call_impl.__code__
 
 
 def _param(self: Any) -> Parameter:

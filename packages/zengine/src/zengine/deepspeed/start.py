@@ -1,13 +1,14 @@
 """`deepspeed.initialize`: zengine's, with DeepSpeed's arguments.
 
 It adds the leaf modules of `set_z3_leaf_modules`, DeepSpeed's class of the optimizer (returned_optimizer.py), the
-marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.  A module that an engine without an optimizer
-evaluates can be passed again.
+marks of parameters at stage 3 (marks.py), and DeepSpeed's mesh tuple.  A module can be passed again: its first engine
+is closed then.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -53,7 +54,8 @@ __all__ = ["initialize", "tp_model_init"]
 log = logging.getLogger("zengine")
 _TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, zoptim.FlatOptimizer)
 
-_evaluating: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # engines without an optimizer
+_engines: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()  # in order, on all ranks
+_numbers = itertools.count()
 
 
 @zpartition.suspend_init()
@@ -132,8 +134,7 @@ def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
         engine.add_feature(WallClock(engine._deepspeed))
     if engine.plan.zero.narrow_dtype is not None:
         init_autocast_params(engine, engine.plan.zero.narrow_dtype, engine.plan.zero.narrow_classes)
-    if engine.optimizer is None:
-        _evaluating.add(engine)
+    _engines[next(_numbers)] = engine
     if isinstance(engine, PipelineEngine):
         made = PipelineGrid(engine.num_stages, engine.plan.parallel.degrees.tensor)
         engine.grid = made.grid
@@ -142,15 +143,25 @@ def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
 
 
 def _hand_over(model: Any) -> None:
-    """Close engines without an optimizer that have parameters of `model`; their forward calls the module from now on.
+    """Close the engines whose module is `model`, and those without an optimizer that have parameters of it.
 
-    TRL computes reference log-probabilities with such an engine, keeps it, and then trains the module.
+    One without an optimizer calls the module's forward from now on: TRL computes reference log-probabilities with
+    such an engine, keeps it, and then trains the module.  At stage 3 a collective, if there is one.
     """
-    wanted = {id(param) for param in model.parameters()} if _evaluating and isinstance(model, nn.Module) else set()
-    for engine in [each for each in _evaluating if wanted & {id(param) for param in each.module.parameters()}]:
-        _evaluating.discard(engine)
-        if engine.clock.phase is not Phase.CLOSED:
-            engine.close()
+    wanted = {id(param) for param in model.parameters()} if _engines and isinstance(model, nn.Module) else set()
+    for _, engine in sorted(_engines.items()):
+        is_shared = engine.optimizer is None and bool(wanted & {id(param) for param in engine.module.parameters()})
+        if engine.clock.phase is Phase.CLOSED or not (engine.module is model or is_shared):
+            continue
+        if engine.optimizer is not None:
+            log.warning(
+                "initialize() got the module of an open engine (%d steps): that engine is closed, and the new one "
+                "continues with its weights",
+                engine.global_steps,
+            )
+        is_evaluating = engine.optimizer is None
+        engine.close()
+        if is_evaluating:
             vars(engine)["forward"] = functools.partial(_forward, engine.parts.runner, engine.module)
 
 

@@ -266,24 +266,25 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return found
 
 
+def _to_experts(rows: Tensor, ctx: Any, label: str) -> Tensor:
+    return zcomm.all_to_all_ragged_rows(rows.contiguous(), ctx.runs, ctx.group.group, label=label)
+
+
+def _from_experts(rows: Tensor, ctx: Any, label: str) -> Tensor:
+    return zcomm.return_ragged_rows(rows.contiguous(), ctx.runs, ctx.group.group, label=label)
+
+
 class _Send(Function):
     """Send rows to the ranks of their experts; backward returns gradients.  The token orders rounds."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, rows: Tensor, runs: Any, group: ModelParallelGroup) -> Any:
         ctx.runs, ctx.group = runs, group
-        found = zcomm.all_to_all_ragged_rows(rows.contiguous(), runs, group.group, label="rows to experts")
-        return token.clone(), found
+        return token.clone(), _to_experts(rows, ctx, "rows to experts")
 
     @staticmethod
     def backward(ctx: Any, grad_token: Tensor, grad: Tensor) -> Any:
-        label = "gradients of rows"
-        return (
-            grad_token,
-            zcomm.return_ragged_rows(grad.contiguous(), ctx.runs, ctx.group.group, label=label),
-            None,
-            None,
-        )
+        return grad_token, _from_experts(grad, ctx, "gradients of rows"), None, None
 
 
 class _Return(Function):
@@ -292,14 +293,11 @@ class _Return(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, rows: Tensor, runs: Any, group: ModelParallelGroup) -> Any:
         ctx.runs, ctx.group = runs, group
-        found = zcomm.return_ragged_rows(rows.contiguous(), runs, group.group, label="outputs of experts")
-        return token.clone(), found
+        return token.clone(), _from_experts(rows, ctx, "outputs of experts")
 
     @staticmethod
     def backward(ctx: Any, grad_token: Tensor, grad: Tensor) -> Any:
-        label = "gradients to experts"
-        grad = zcomm.all_to_all_ragged_rows(grad.contiguous(), ctx.runs, ctx.group.group, label=label)
-        return grad_token, grad, None, None
+        return grad_token, _to_experts(grad, ctx, "gradients to experts"), None, None
 
 
 class _TakeToken(Function):

@@ -223,6 +223,26 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return self.engine_facts.partition.group
 
     @property
+    def params_in_partition(self) -> list[list[Parameter]]:
+        """The module's parameters of which this rank updates elements, by parameter group."""
+        return self._of_rank(is_here=True)
+
+    @property
+    def params_not_in_partition(self) -> list[list[Parameter]]:
+        """The module's parameters that other ranks update, by parameter group."""
+        return self._of_rank(is_here=False)
+
+    def _of_rank(self, *, is_here: bool) -> list[list[Parameter]]:
+        partition = self.engine_facts.partition
+        found: list[list[Parameter]] = [[] for _ in self.param_groups]
+        for storage in partition.storages:
+            mine = {piece.slot.name for piece in storage.pieces(partition.rank)}
+            for slot, param in zip(storage.bucket.slots, storage.params):
+                if (slot.name in mine) is is_here:
+                    found[storage.bucket.group].append(param)
+        return found
+
+    @property
     def partition_count(self) -> list[int]:
         """Ranks that shard the states, by parameter group."""
         return [self.engine_facts.plan.parallel.gradient_ranks] * len(self.param_groups)
@@ -260,4 +280,4 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 def _joined(params: list[Tensor]) -> Tensor:
-    return params[0].detach() if len(params) == 1 else torch.cat([param.detach().reshape(-1) for param in params])
+    return params[0] if len(params) == 1 else torch.cat([param.detach().reshape(-1) for param in params])

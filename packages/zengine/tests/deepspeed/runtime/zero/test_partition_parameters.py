@@ -79,3 +79,79 @@ def test_transformers_may_replace_the_constructor_wrapper():
     assert pp._orig_torch_arange is torch.arange
     assert callable(pp.get_accelerator)
     assert {status.name for status in pp.ZeroParamStatus} == {"AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"}
+
+
+def test_a_fill_of_a_weight_at_rest_has_no_effect_until_initialize() -> None:
+    """Transformers initializes again on the ranks that have not edited; DeepSpeed's weights are empty then."""
+    plain = model().state_dict()
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        net = model()
+    weight = net[0].weight
+    assert nn.init.normal_(weight) is weight
+    nn.init.zeros_(tensor=net[0].bias)
+    with torch.no_grad():
+        weight.mul_(2).fill_(3.0)
+        weight[1].zero_()
+    weight.data.uniform_()
+    with pytest.raises(RuntimeError), torch.no_grad():
+        weight.copy_(torch.ones(4, 3))  # values would be lost
+    with deepspeed.zero.GatheredParameters(net.parameters()):
+        assert all(torch.equal(param, plain[name]) for name, param in net.named_parameters())
+        nn.init.ones_(weight)
+    engine = deepspeed.initialize(model=net, config=CONFIG)[0]
+    with deepspeed.zero.GatheredParameters(net.parameters()):
+        assert bool((weight == 1).all())
+        assert torch.equal(net[2].weight, plain["2.weight"])
+    assert type(weight).__torch_function__ == nn.Parameter.__torch_function__  # no work in the loop
+    assert not torch.overrides.has_torch_function((weight,))
+    engine.destroy()
+
+
+def average_weights() -> tuple[list[torch.Tensor], ...]:
+    """Train 3 steps; return moving averages: of an engine's, of whole copies, and of shards that are written back."""
+    net, averaged = model(), model()
+    engine = deepspeed.initialize(model=net, config=CONFIG)[0]
+    frozen = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    of_engine = deepspeed.initialize(model=averaged, config=frozen)[0]
+    with deepspeed.zero.GatheredParameters(net.parameters()):
+        copies = [param.detach().clone() for param in net.parameters()]
+    shards = [param.ds_tensor.clone() for param in net.parameters()]
+    for step in range(3):
+        engine.backward((engine(torch.full((1, 3), 1.0 + step)) - zcomm.group_rank()).square().sum())
+        engine.step()
+        with torch.no_grad():
+            for param, average in zip(net.parameters(), averaged.parameters()):  # DeepSpeed-Chat's
+                with deepspeed.zero.GatheredParameters([param, average]):
+                    average.data.copy_(torch.lerp(average.data, param.data, 0.1))
+            with deepspeed.zero.GatheredParameters(net.parameters()):
+                for copy, param in zip(copies, net.parameters()):
+                    copy.lerp_(param, 0.1)
+            for shard, param in zip(shards, net.parameters()):
+                shard.lerp_(param.ds_tensor, 0.1)
+    for shard, param in zip(shards, net.parameters()):
+        param.ds_tensor.data.copy_(shard)
+    found = []
+    for each in (net, averaged):
+        with deepspeed.zero.GatheredParameters(each.parameters()):
+            found.append([param.detach().clone() for param in each.parameters()])
+    engine.destroy()
+    of_engine.destroy()
+    return (*found, copies)
+
+
+def test_moving_averages_of_weights_are_those_of_plain_torch() -> None:
+    net, average = model(), model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            ((net(torch.full((1, 3), 1.0 + step)) - rank).square().sum() / 2).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), net.parameters()):
+                mean.lerp_(param, 0.1)
+    for found in run_ranks(average_weights, 2):
+        for averages in found:
+            for mean, expected in zip(averages, average.parameters(), strict=True):
+                torch.testing.assert_close(mean, expected.detach())

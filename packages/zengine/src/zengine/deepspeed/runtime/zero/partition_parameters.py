@@ -162,7 +162,7 @@ def restore_init_context() -> None:
 
 def _mark_all(params: Iterable[Parameter]) -> None:
     for param in params:
-        mark(param)
+        mark(param, is_deferred=True)
 
 
 def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from zengine.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from zengine.deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -41,18 +42,35 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
-    """Optimizer of an engine at stage 3."""
+    """Optimizer of an engine at stage 3.
+
+    DeepSpeed's sub-groups are buckets here: the weights of one module and parameter group.
+    """
 
     __slots__ = ()
 
     @property
+    def fp16_groups(self) -> list[list[Parameter]]:
+        """The module's trained parameters, by sub-group."""
+        return [list(storage.params) for storage in self.engine_facts.partition.storages]
+
+    @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """`fp32_groups_flat`."""
-        return self.fp32_groups_flat
+        """Masters that this rank updates, flat, by sub-group: the tensors of `param_groups`.
+
+        Optimizers that take whole parameters only (Muon) have those instead.
+        """
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Return at once: `param_groups` always hold the masters."""
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Return at once."""
 
     @property
     def fp16_partitioned_groups(self) -> list[list[Tensor]]:
-        """This rank's elements of the module's trained parameters, flat, by parameter group."""
+        """This rank's elements of the module's trained parameters, flat, by sub-group."""
         return [[local_weight(param) for param in group] for group in self.fp16_groups]
 
 
