@@ -26,7 +26,10 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("clients.py")
 STEPS = {
     **dict.fromkeys(("sft", "sft_lora", "dpo", "dpo_precomputed", "kto", "reward", "rloo"), 3),
-    "grpo": 3, "grpo_sharded": 3, "grpo_lora": 3, "grpo_reused": 6,
+    "grpo": 3,
+    "grpo_sharded": 3,
+    "grpo_lora": 3,
+    "grpo_reused": 6,
 }
 
 

@@ -12,6 +12,8 @@ from torch import nn
 import zengine
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
+from zengine.deepspeed import start
+from zengine.engine.clock import Phase
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -47,6 +49,8 @@ def test_the_recovery_script_lies_beside_checkpoints_of_zero(
         engine._change_recovery_script_permissions(str(tmp_path / "nowhere/zero_to_fp32.py"))
     assert "nowhere/zero_to_fp32.py is not executable" in caplog.text
     engine.destroy()
+
+
 def test_it_needs_a_model():
     for given in ({}, {"model": None}):
         with pytest.raises(AssertionError, match="requires a model: pass model="):
@@ -253,3 +257,26 @@ def test_the_throughput_timer_counts_the_steps_of_the_engine():
     assert timer.avg_samples_per_sec() > 0
     timer.update_epoch_count()  # as DeepSpeed-Chat does
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
+
+
+def test_a_config_that_is_rejected_closes_no_engine():
+    trained = model()
+    judge, *_ = deepspeed.initialize(model=trained, config={"train_batch_size": 2})
+    with pytest.raises(zengine.ConfigError, match="no_such_key"):
+        deepspeed.initialize(model=trained, config={**CONFIG, "no_such_key": 1})
+    assert judge.clock.phase is not Phase.CLOSED
+    judge.close()
+
+
+def test_an_engine_that_cannot_have_deepspeeds_names_leaves_the_module_free(monkeypatch: pytest.MonkeyPatch):
+    trained = model()
+
+    def fail(*_: object) -> None:
+        raise OSError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "mark_configured", fail)
+        with pytest.raises(OSError, match="planted"):
+            deepspeed.initialize(model=trained, config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=trained, config=CONFIG)
+    engine.close()

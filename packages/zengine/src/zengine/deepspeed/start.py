@@ -23,6 +23,7 @@ import zoptim
 import zpartition
 from zengine.as_deepspeed import API_VERSION
 from zengine.checkpoint.recovery_script import write_recovery_script
+from zengine.config import load
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
@@ -89,6 +90,10 @@ def initialize(
     mpu, mesh = _resolve_mesh(mpu, mesh_param)
     given = pick_config(args, config, config_params)
     _check_tested(optimizer, read(given).data)
+    given = _without_unused_packing(
+        _add_leaf_names(_count_replicas(given, model), leaf_names(model)), has_data=training_data is not None
+    )
+    load(given)  # a wrong config closes no other engine
     _hand_over(model)
     found = make_engine(
         model=model,
@@ -100,9 +105,7 @@ def initialize(
         mpu=mpu,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=_without_unused_packing(
-            _add_leaf_names(_count_replicas(given, model), leaf_names(model)), has_data=training_data is not None
-        ),
+        config=given,
         mesh=mesh,
     )
     groups.mpu = mpu
@@ -124,6 +127,14 @@ class RecoveryScript(Feature):
 
 def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
     """Give the engine, its module, parameters and optimizer what only DeepSpeed's interface has."""
+    try:
+        _add_names(engine, returned)
+    except BaseException:  # nobody has the engine: the module is free again
+        engine.close()
+        raise
+
+
+def _add_names(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
     mark_configured(engine.module, engine.plan.leaf_modules)
     engine.add_feature(returned)
     engine.add_feature(ZeroMarks())

@@ -62,12 +62,6 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's 
         """
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _set_fp32_optimizer_param_groups(self) -> None:
-        """Return at once: `param_groups` always hold the masters."""
-
-    def _clear_fp32_optimizer_param_groups(self) -> None:
-        """Return at once."""
-
     @property
     def fp16_partitioned_groups(self) -> list[list[Tensor]]:
         """This rank's elements of the module's trained parameters, flat, by sub-group."""
