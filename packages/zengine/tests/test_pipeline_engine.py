@@ -230,37 +230,6 @@ def test_the_engine_s_own_loader_stands_at_one_place_on_all_ranks() -> None:
     assert together[0][1] == alone[1]
 
 
-def samples_of_a_batch() -> list[list[int]]:
-    """Return the samples that this rank's replica reads in two batches."""
-    seen: list[int] = []
-    model = PipelineModule([LayerSpec(nn.Linear, 1, 1)], 1, loss_fn=loss_of)
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    rows = [(torch.full((1,), float(index)), torch.zeros(1)) for index in range(12)]
-    engine = zengine.initialize(
-        model=model, config={**config, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}, training_data=rows
-    )[0]
-    assert isinstance(engine, PipelineEngine)
-
-    def look(batch: Any) -> Any:
-        seen.extend(batch[0].flatten().int().tolist())
-        return batch
-
-    engine.set_batch_fn(look)
-    found = []
-    for _ in range(2):
-        engine.train_batch()
-        found.append(list(seen))
-        seen.clear()
-    engine.close()
-    return found
-
-
-def test_the_loader_of_a_pipeline_keeps_the_dataset_s_order() -> None:
-    first, second = run_ranks(samples_of_a_batch, 2)
-    assert sorted(first[0] + second[0]) == list(range(8))
-    assert sorted(first[1] + second[1]) == [0, 1, 2, 3, *range(8, 12)]
-
-
 def overflows(num_stages: int) -> list[Any]:
     """fp16 with an overflow in the first stage, in the third batch."""
     engine = make(

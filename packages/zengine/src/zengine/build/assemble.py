@@ -58,7 +58,6 @@ from zengine.features import (
 )
 from zengine.features.builtin import balancing_features
 from zengine.features.dynamic_batching import ScaledRate
-from zengine.imports import is_pipeline
 from zengine.telemetry import make_telemetry
 from zengine.telemetry.sinks.table import folder_of
 
@@ -87,7 +86,7 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     """Build every part for `plan`; move `module` to the device, cast it, and partition it over the gradient ranks."""
     check_mesh(module, groups)
     zpartition.reclaim_weights(module)  # of an engine that was dropped
-    loader = make_training_loader(client, plan, world, groups, shuffle=not is_pipeline(module))
+    loader = make_training_loader(client, plan, world, groups)
     check_experts(module, plan)
     pending: tuple[Closable, ...] = ()  # blocks that verify themselves at their first call
     if plan.parallel.degrees.tensor > 1:
@@ -407,15 +406,13 @@ def make_saver(plan: Plan, partition: zpartition.Partition, group: ProcessGroup 
     return BackgroundSaver(zckpt.AsyncSaver(zckpt.ALONE if own is None else zckpt.group_peers(own)), agree)
 
 
-def make_training_loader(
-    client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups, *, shuffle: bool
-) -> Any:
+def make_training_loader(client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Any:
     """Return a loader over the caller's dataset, equal on all ranks of one model replica; None without a dataset."""
     check_data(plan, client.training_data)
     if client.training_data is None:
         return None
     feed = make_feed(plan, rank=groups.get_data_parallel_rank(), device=world.device, collate_fn=client.collate_fn)
-    return training_loader(client.training_data, plan.data, feed, shuffle=shuffle)
+    return training_loader(client.training_data, plan.data, feed)
 
 
 def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:

@@ -85,10 +85,8 @@ def make_feed(
     )
 
 
-def training_loader(dataset: Any, data: DataPlan, feed: LoaderFactory, *, shuffle: bool = True) -> Loader:
+def training_loader(dataset: Any, data: DataPlan, feed: LoaderFactory) -> Loader:
     """Return the loader that the plan asks for.
-
-    shuffle: False keeps the dataset's order, unless a curriculum or token budget chooses the samples.
 
     Raises:
         TypeError: `dataset` is not a dataset.
@@ -101,7 +99,7 @@ def training_loader(dataset: Any, data: DataPlan, feed: LoaderFactory, *, shuffl
         return feed.curriculum(dataset, limits, num_epochs=data.num_epochs)
     for chosen in data.packing:
         return feed.packed(dataset, _lengths(chosen.lengths_path, dataset), chosen.packing)
-    return feed.plain(dataset, shuffle=shuffle)
+    return feed.plain(dataset)
 
 
 def data_features(data: DataPlan) -> tuple[Feature, ...]:

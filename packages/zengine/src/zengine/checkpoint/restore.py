@@ -194,7 +194,8 @@ def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -
     with restored_options(optimizer):
         set_options(optimizer, options)
         in_memory = isinstance(checkpoint, zckpt.MemoryCheckpoint)  # of this rank's own shards
-        any_name = "" if in_memory else next(iter(kinds), "")  # padding counts like any parameter
+        is_uniform = len({frozenset(states) for states in kinds.values()}) == 1  # not Muon with an AdamW inside
+        any_name = next(iter(kinds)) if is_uniform and not in_memory else ""  # padding counts like any parameter
         forms = _number_forms(objects)
         staged = zpartition.make_state(
             optimizer, run.parts.partition.holders, lambda name: kinds.get(name or any_name, {}), forms

@@ -60,7 +60,8 @@ def test_every_change_is_told_and_nothing_is_left_to_tell() -> None:
         "zero_optimization.reduce_scatter is left out: sharded gradients are always reduce-scattered",
         "bfloat16 is now bf16",
         "fp16 is left out: the section is switched off",
-        "zero_allow_untested_optimizer is left out: every torch optimizer is accepted",
+        "zero_allow_untested_optimizer is left out: every torch optimizer is accepted; "
+        "if false, deepspeed.initialize() rejects those that DeepSpeed does not know",
         "aio.thread_count is now aio.intra_op_parallelism",
         "vocabulary_size is left out: it only asks for advice on padding",
     }

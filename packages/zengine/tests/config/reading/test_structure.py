@@ -68,7 +68,8 @@ def test_what_says_how_it_is_anyway_is_accepted_without_a_word(source: dict[str,
          'dict: "zero_optimization.max_live_parameters" is another name: read as '
          '"zero_optimization.stage3_max_live_parameters"'),
         ({"zero_allow_untested_optimizer": 0},
-         "dict: zero_allow_untested_optimizer has no effect here: every torch optimizer is accepted"),
+         "dict: zero_allow_untested_optimizer has no effect here: every torch optimizer is accepted; if "
+         "false, deepspeed.initialize() rejects those that DeepSpeed does not know"),
         ({"amp": {"enabled": False, "opt_level": "O1"}},
          "dict: amp.opt_level has no effect here: the section is switched off"),
         ({"aio": {"thread_count": 4}}, 'dict: "aio.thread_count" is an old name: read as "aio.intra_op_parallelism"'),

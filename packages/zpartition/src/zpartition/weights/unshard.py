@@ -200,10 +200,7 @@ class Unsharder:
 
     @contextmanager
     def keep_unsharded(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keep exact weights of `units` unsharded inside the block; afterwards they are released.
-
-        So the next use gathers them again, and sees what was written into the shards (`local_weight`) meanwhile.
-        """
+        """Keep exact weights of `units` unsharded inside the block."""
         for unit in units:
             unit.depth += 1
         try:
@@ -214,8 +211,7 @@ class Unsharder:
             for unit in units:
                 if unit.depth:  # 0 if it was dropped
                     unit.depth -= 1
-                    if not unit.depth and not _compat.is_in_backward():
-                        self._release(unit)
+                    self.reshard(unit)
 
     def release_all(self) -> None:
         """Release every unit that no call holds."""
