@@ -253,7 +253,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"ReadRequest", "rng", "whole"},
         "zpartition": {"number_forms", "state_shards"},
     },
-    "deepspeed/utils/state_files.py": {"zckpt": {"find", "Checkpoint", "whole", "interchange.write_torch_file"}},
+    "deepspeed/utils/state_files.py": {"zckpt": {"find", "Checkpoint", "whole"}},
     "deepspeed/runtime/zero/offload_states.py": {"zpartition": {"OffloadStateType"}},
     "checkpoint/single_files.py": {"zckpt": {"interchange.read_torch_file", "interchange.write_torch_file"}},
     "deepspeed/checkpoint/deepspeed_checkpoint.py": {"zckpt": {"interchange.read_torch_file"}},

@@ -56,6 +56,7 @@ def report(checks: Mapping[str, Callable[[], Any]], path: Path, wanted: list[str
                 found[name] = check()
             except Exception:
                 found[name] = {"error": traceback.format_exc()}
+                traceback.print_exc()  # into the log: the other rank may hang now
             gc.collect()
     path.write_text(json.dumps(found))
 

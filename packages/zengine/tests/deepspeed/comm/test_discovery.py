@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 import zengine.deepspeed.comm as dist
 from zengine.deepspeed.comm import comm, pg_utils
@@ -16,6 +17,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     found = {key: value for key, value in os.environ.items() if key not in NAMES}
     monkeypatch.setattr(os, "environ", found)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # other tests may have left a group
     return found
 
 

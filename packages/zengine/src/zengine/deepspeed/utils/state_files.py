@@ -1,4 +1,4 @@
-"""Files in torch's format with the small state of a checkpoint, for converters that read DeepSpeed's files.
+"""Files of torch.save with the small state of a checkpoint, for converters that read DeepSpeed's files.
 
 DeepSpeed's folder has `..._model_states.pt` (the caller's state and the counters, beside weights) and
 `..._optim_states.pt` (the ZeRO stage, beside optimizer state).  Converters such as Lightning's take the weights from
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import zckpt
-from zckpt.interchange import write_torch_file
 from zengine.as_deepspeed import API_VERSION
 from zengine.checkpoint.jsonable import decode
 
@@ -90,9 +89,9 @@ def _write(folder: str, stamp: int) -> tempfile.TemporaryDirectory[str]:
     stage = checkpoint.objects.get("zero_stage", 0)
     written = tempfile.TemporaryDirectory(prefix="zengine-states-")
     target = Path(written.name)
-    write_torch_file(target / _MODEL_FILE[int(stage) >= 3], _model_state(checkpoint))
+    torch.save(_model_state(checkpoint), target / _MODEL_FILE[int(stage) >= 3])
     optimizer = {"optimizer_state_dict": {"zero_stage": stage}, "ds_version": API_VERSION}
-    write_torch_file(target / "zero_pp_rank_0_mp_rank_00_optim_states.pt", optimizer)
+    torch.save(optimizer, target / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     return written
 
 

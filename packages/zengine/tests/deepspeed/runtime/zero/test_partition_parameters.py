@@ -128,6 +128,7 @@ def average_weights() -> tuple[list[torch.Tensor], ...]:
                     copy.lerp_(param, 0.1)
             for shard, param in zip(shards, net.parameters()):
                 shard.lerp_(param.ds_tensor, 0.1)
+    engine.empty_partition_cache()  # weights that are still whole do not show what is written into the shards
     for shard, param in zip(shards, net.parameters()):
         param.ds_tensor.data.copy_(shard)
     found = []
