@@ -47,8 +47,6 @@ from zengine.pipeline_engine import PipelineEngine
 
 __version__ = API_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
-__git_hash__ = __git_branch__ = None  # of a release
-
 __git_hash__ = __git_branch__ = "[none]"  # wheels are built from releases
 
 dist = comm

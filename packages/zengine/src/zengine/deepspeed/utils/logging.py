@@ -91,9 +91,9 @@ def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> N
 
 
 @functools.cache
-def warning_once(*args: Any) -> None:
+def warning_once(*args: Any, **kwargs: Any) -> None:
     """Log a warning, each message once in a process; also `logger.warning_once`."""
-    logger.warning(*args)
+    logger.warning(*args, **kwargs)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:

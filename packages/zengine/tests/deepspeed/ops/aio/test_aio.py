@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,31 @@ def test_short_and_missing_files_are_named(tmp_path: Path):
         handle.sync_pread(torch.zeros(20), file)
     with pytest.raises(FileNotFoundError, match=r"none\.bin"):
         handle.async_pread(torch.zeros(1), str(tmp_path / "none.bin"))
+
+
+def test_an_error_leaves_no_file_open_and_ends_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    handle, file = AsyncIOBuilder().load().aio_handle(block_size=4096, intra_op_parallelism=2), str(tmp_path / "a")
+    handle.sync_pwrite(torch.arange(100.0), file)
+    open_before = len(os.listdir("/proc/self/fd"))
+    short, turned = torch.zeros(200), torch.zeros(10, 10).t()  # the second passes through a copy
+    handle.async_pread(short, file)
+    handle.async_pread(turned, file)
+    with pytest.raises(EOFError, match="ends at byte 400"):
+        handle.wait()
+    assert torch.equal(turned, torch.arange(100.0).view(10, 10))
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    write, late = os.pwritev, threading.Event()
+
+    def fail_first(fd: int, parts: list[memoryview], at: int) -> int:
+        if at == 0:
+            raise OSError("planted")
+        assert not late.wait(0.2)
+        return write(fd, parts, at)  # the descriptor is still this file's
+
+    monkeypatch.setattr(os, "pwritev", fail_first)
+    with pytest.raises(OSError, match="planted"):
+        handle.sync_pwrite(torch.ones(4096), file)
+    assert Path(file).stat().st_size == 4 * 4096
 
 
 def test_functions_of_the_op(tmp_path: Path):

@@ -9,7 +9,7 @@ zpartition's store, which has direct I/O, checksums and recovery.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, final
 
 import torch
@@ -102,9 +102,17 @@ class aio_handle:
         return chosen(buffer, filename, file_offset)
 
     def wait(self) -> int:
-        """Wait for all that was begun; return how many operations that were."""
+        """Wait for all that was begun; return how many operations that were.  Raises the first error at the end."""
         pending, self._pending = self._pending, []
-        return sum(each.finish() for each in pending)
+        errors = []
+        for each in pending:
+            try:
+                each.finish()
+            except (OSError, EOFError) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return len(pending)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
         """Return a tensor for transfers, of zeros; page-locked if there is a GPU."""
@@ -160,6 +168,7 @@ class _Operation:
     def finish(self) -> int:
         """Wait; return 1.  Raises what went wrong."""
         try:
+            wait(self._futures)  # all, before the descriptor is closed: its number may become another file's
             for future in self._futures:
                 future.result()
         finally:
