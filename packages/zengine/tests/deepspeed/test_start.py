@@ -12,6 +12,7 @@ from torch import nn
 import zengine
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
+from zengine.checkpoint.recovery_script import is_url
 from zengine.deepspeed import start
 from zengine.engine.clock import Phase
 
@@ -49,6 +50,23 @@ def test_the_recovery_script_lies_beside_checkpoints_of_zero(
         engine._change_recovery_script_permissions(str(tmp_path / "nowhere/zero_to_fp32.py"))
     assert "nowhere/zero_to_fp32.py is not executable" in caplog.text
     engine.destroy()
+
+
+def test_a_saved_checkpoint_stays_saved_where_the_recovery_script_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "zero_optimization": {"stage": 1}})
+    (tmp_path / "zero_to_fp32.py").mkdir()
+    with caplog.at_level("WARNING", logger=deepspeed.utils.logger.name):
+        assert engine.save_checkpoint(str(tmp_path), tag="now")
+    assert "zero_to_fp32.py could not be written beside the checkpoints" in caplog.text
+    assert engine.load_checkpoint(str(tmp_path))[0].endswith("now")
+    engine.destroy()
+
+
+def test_a_bucket_is_no_folder_for_a_script():
+    urls = ["s3://bucket/run", "gs://bucket", "memory://run"]
+    assert [is_url(path) for path in [*urls, "runs/one", "/runs", Path("run")]] == [True] * 3 + [False] * 3
 
 
 def test_it_needs_a_model():

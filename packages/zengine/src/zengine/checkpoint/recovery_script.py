@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 from pathlib import Path
 
-__all__ = ["make_executable", "write_recovery_script"]
+__all__ = ["is_url", "make_executable", "write_recovery_script"]
 
 NAME = "zero_to_fp32.py"
 _TEXT = '''#!/usr/bin/env python
@@ -19,6 +20,11 @@ raise SystemExit(main())
 '''
 
 log = logging.getLogger("zengine")
+
+
+def is_url(save_dir: str | os.PathLike[str]) -> bool:
+    """Return whether checkpoints go to "s3://bucket/run" and the like, where no script can be run."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(save_dir)) is not None
 
 
 def write_recovery_script(save_dir: str | os.PathLike[str]) -> None:

@@ -254,11 +254,13 @@ def _small_state(
     objects, rank_objects, held = on_every_rank(
         lambda: (_objects(run, features, client_state, tensors), _rank_objects(run), stored(tensors)), peers
     )
-    # rank 0's counts and caller's state, which may differ between ranks, and the numbers of every rank's parameters
-    common = ("features", "client_state", "metrics", "number_forms") if peers.rank == 0 else ("number_forms",)
+    # rank 0's counts and caller's state, which may differ between ranks, and what only some ranks know
+    own = ("number_forms", "frozen") if run.plan.parallel.degrees.pipeline > 1 else ("number_forms",)
+    common = ("features", "client_state", "metrics", "frozen", *own) if peers.rank == 0 else own
     of_ranks = peers.exchange({key: objects[key] for key in common})
     objects |= of_ranks[0]
     objects["number_forms"] = {key: form for each in of_ranks for key, form in each["number_forms"].items()}
+    objects["frozen"] = sorted({name for each in of_ranks for name in each.get("frozen", ())})
     return objects, rank_objects, held if peers.rank == 0 else []
 
 
@@ -280,6 +282,7 @@ def _objects(
         "scaler": {"kind": type(parts.scaler).__name__, "state": encode(parts.scaler.state_dict())},
         "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in features if f.name},
         "plan": run.plan.describe(),
+        "frozen": [name for name, param in run.module.named_parameters() if not param.requires_grad],
         "zero_stage": run.plan.zero.stage,
         "reduce_at": run.plan.zero.reduce_at.value,
         "degrees": attrs.asdict(run.plan.parallel.degrees),

@@ -22,7 +22,7 @@ import zcomm
 import zoptim
 import zpartition
 from zengine.as_deepspeed import API_VERSION
-from zengine.checkpoint.recovery_script import write_recovery_script
+from zengine.checkpoint.recovery_script import is_url, write_recovery_script
 from zengine.config import load
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
@@ -121,8 +121,12 @@ class RecoveryScript(Feature):
         self._writes = run.parts.world.rank == 0 and run.plan.zero.stage > 0
 
     def checkpoint_saved(self, save_dir: str) -> None:
-        if self._writes:
+        if not self._writes or is_url(save_dir):
+            return
+        try:
             write_recovery_script(save_dir)
+        except OSError as error:  # the checkpoint itself is saved
+            log.warning("zero_to_fp32.py could not be written beside the checkpoints: %s", error)
 
 
 def _attach(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:

@@ -101,7 +101,7 @@ def test_masters_of_a_stage_3_run_come_out_whole(saved: tuple[Path, dict[str, to
     assert all(torch.equal(state[name], value) for name, value in masters.items())
     assert state["1.num_batches_tracked"].dtype == torch.int64
     trained = tools.get_fp32_state_dict_from_zero_checkpoint(folder, "now", exclude_frozen_parameters=True)
-    assert trained.keys() == masters.keys()
+    assert state.keys() - trained.keys() == {"2.bias"}  # buffers stay, and weights whose optimizer has no state
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -182,6 +182,7 @@ def _read_zckpt(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_We
 
 
 def _weights_of(checkpoint: zckpt.Checkpoint | zckpt.interchange.ForeignCheckpoint) -> Iterator[_Weight]:
+    frozen = checkpoint.objects.get("frozen")  # older and imported checkpoints do not say: state tells
     stateful = {name.partition(".")[2].partition(".")[2] for name in checkpoint.names() if not name.startswith(MODEL)}
     names_of = _names_of([name for name in checkpoint.names() if name.startswith(MODEL)], checkpoint.objects)
     for name, names in names_of.items():
@@ -189,7 +190,8 @@ def _weights_of(checkpoint: zckpt.Checkpoint | zckpt.interchange.ForeignCheckpoi
             tuple(checkpoint.manifest.tensors[name].shape),
             _fp32_of(checkpoint.manifest.tensors[name].dtype),
         )
-        yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(checkpoint.tensor, name))
+        is_trained = names[0] not in frozen if isinstance(frozen, list) else names[0] in stateful
+        yield _Weight(names, shape, dtype, is_trained, functools.partial(checkpoint.tensor, name))
 
 
 def _read_deepspeed(folder: str | os.PathLike[str], tag: str | None, stack: ExitStack) -> Iterator[_Weight]:
