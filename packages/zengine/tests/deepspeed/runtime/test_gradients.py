@@ -105,5 +105,21 @@ def check_mpu() -> tuple[float, float]:
     return utils.get_grad_norm([split, whole], mpu=mpu), utils.get_weight_norm([torch.ones(1)], mpu=mpu)
 
 
+def check_experts_of_a_pipeline() -> list[float]:
+    everyone, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    stages = {
+        "get_pipe_parallel_group": staticmethod(lambda: everyone),
+        "get_pipe_parallel_world_size": staticmethod(lambda: 2),
+    }
+    tensors = [torch.tensor([3.0 + dist.get_rank()])]  # norms of two stages: 3 and 4
+    found = [utils.get_global_norm_of_tensors(tensors, moe_ep_group=alone)]
+    found += [utils.get_global_norm_of_tensors(tensors, mpu=type("Mpu", (), stages), moe_ep_group=alone)]
+    return [float(each) for each in found]
+
+
+def test_norms_of_experts_are_summed_over_the_stages_of_a_pipeline():
+    assert run_ranks(check_experts_of_a_pipeline, 2) == [[3, 5], [4, 5]]
+
+
 def test_a_copy_counts_on_one_model_parallel_rank():
     assert run_ranks(check_mpu, 2) == [(pytest.approx(math.sqrt(51)), 1.0)] * 2

@@ -98,7 +98,9 @@ def check_experts() -> list[Any]:
 
     with pytest.raises(ValueError, match=r"expert=3 must divide the 4 ranks .* Choose one of 1, 2, 4"):
         groups.initialize(ep_size=3)
-    groups.initialize(ep_size=2)
+    with pytest.raises(ValueError, match="shards experts over consecutive ranks"):
+        groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
+    groups._create_expert_and_data_parallel(2)
     found = [told()]
     groups.initialize()
     layer = deepspeed.moe.layer.MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=2)

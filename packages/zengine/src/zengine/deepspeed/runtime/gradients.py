@@ -17,7 +17,11 @@ from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.comm import ReduceOp, all_reduce, barrier, get_world_size
 from zengine.deepspeed.moe.utils import is_moe_param
 from zengine.deepspeed.utils import groups
-from zengine.deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+from zengine.deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_group,
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+)
 
 __all__ = [
     "CheckOverflow",
@@ -219,10 +223,16 @@ def get_global_norm_of_tensors(
 ) -> Tensor:
     """Return the norm of tensors, () float32; -1 if it is not finite.
 
-    mpu: over its model-parallel ranks, unless the tensors belong to experts.  moe_ep_group: over these ranks.
+    mpu: over its model-parallel ranks; of experts, which tensor ranks hold whole, over its pipeline's.
+    moe_ep_group: and over these ranks, which shard the experts.
     """
     assert all(map(torch.is_tensor, input_tensors)), "expected list of only tensors"
-    members = [group for group in (_group_of(mpu) if moe_ep_group is None else None, moe_ep_group) if group]
+    if moe_ep_group is None or groups._get_expert_model_parallel_world_size() > 1:
+        others = _group_of(mpu)
+    else:
+        has_stages = mpu is not None and bwc_pipeline_parallel_world_size(mpu) > 1
+        others = bwc_pipeline_parallel_group(mpu) if has_stages else None
+    members = [group for group in (others, moe_ep_group) if group is not None]
     total = _combined(list(input_tensors), float(norm_type), *members).to(input_tensors[0].device)
     mask_nan_or_inf_with_val_inplace(total)
     return total

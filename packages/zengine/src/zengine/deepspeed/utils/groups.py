@@ -171,9 +171,22 @@ def _get_expert_parallel_group(group_name: str = "") -> Any:
 
 
 def _create_expert_and_data_parallel(
-    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+    expert_parallel_size_: int,
+    mp_size: int | None = None,
+    pp_size: int | None = None,
+    mp_mode: str = "tp",
+    use_data_before_expert_parallel_: bool = False,
+    folding_spec: Any = None,
 ) -> None:
-    """Set groups until there is an engine, as `initialize(ep_size=...)` does."""
+    """Set groups until there is an engine, as `initialize(ep_size=...)` does.
+
+    Raises ValueError for other ranks than consecutive ones.
+    """
+    if use_data_before_expert_parallel_ or (mp_size or 1) > 1 or (pp_size or 1) > 1 or folding_spec is not None:
+        raise ValueError(
+            "_create_expert_and_data_parallel() shards experts over consecutive ranks: pass expert_parallel_size_ "
+            'alone, and other parallelism in the config ("tensor_parallel", "pipeline")'
+        )
     initialize(ep_size=expert_parallel_size_, mpu=mpu)
 
 

@@ -14,6 +14,7 @@ import torch
 import zcomm
 from zcomm.testing import run_ranks
 from zengine.data.metrics import MetricIndex
+from zengine.deepspeed.runtime.data_pipeline.data_sampling import data_analyzer
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer, DistributedDataAnalyzer
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
@@ -57,9 +58,9 @@ def files_of(folder: Path) -> dict[str, Any]:
 def test_files_are_those_of_deepspeed(workers: int, threads: int, tmp_path: Path) -> None:
     shared = settings(tmp_path) | {"num_workers": workers, "num_threads": threads}
     analyzers = [DataAnalyzer(dataset(), worker_id=worker, **shared) for worker in range(workers)]
-    for analyzer in analyzers[1:]:
+    for analyzer in analyzers:
         analyzer.run_map()
-    analyzers[0].run_map_reduce()
+    analyzers[0].run_reduce()
     assert files_of(tmp_path) == GOLDEN
     stem = tmp_path / "len" / "len"
     index = MetricIndex.load(f"{stem}_index_to_sample", f"{stem}_index_to_metric")
@@ -76,6 +77,12 @@ def _distributed(folder: Path) -> None:
 def test_ranks_measure_together(tmp_path: Path) -> None:
     run_ranks(_distributed, 2, tmp_path)
     assert files_of(tmp_path) == GOLDEN
+
+
+def test_workers_that_cannot_wait_for_each_other_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_analyzer, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match=r"2 workers must wait .* call deepspeed.init_distributed\(\) first"):
+        DataAnalyzer(dataset(), num_workers=2, **settings(tmp_path)).run_map_reduce()
 
 
 def test_wrong_metrics_are_named(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Subset
 
 from zengine.data.metrics import open_array, save_array
 from zengine.deepspeed.comm import barrier
-from zengine.deepspeed.comm.world import get_rank, get_world_size, is_initialized
+from zengine.deepspeed.comm.world import get_rank, get_world_size, init_distributed, is_initialized
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.utils import (
     close_mmap_dataset_builder,
     create_mmap_dataset_builder,
@@ -81,10 +81,10 @@ class DataAnalyzer:
     def run_map_reduce(self, comm_group: Any = None) -> None:
         """Map this worker's part; when all ranks of `comm_group` have done so, worker 0 reduces.  A collective."""
         self.run_map()
-        _wait(comm_group)
+        _wait(comm_group, self.num_workers)
         if self.worker_id == 0:
             self.run_reduce()
-        _wait(comm_group)
+        _wait(comm_group, self.num_workers)
 
     def run_map(self) -> None:
         """Measure this worker's part.  Raises RuntimeError if one of several processes fails."""
@@ -189,7 +189,7 @@ class DistributedDataAnalyzer:
     """The same on all ranks of a group, each of which measures one part; rank 0 writes."""
 
     dataset: Any
-    num_workers: int = 1  # without comm_group: all ranks
+    num_workers: int = 1  # without comm_group: this many ranks, of which this one is `worker_id`
     num_threads: int = 1
     worker_id: int = 0
     batch_size: int = 1
@@ -204,6 +204,8 @@ class DistributedDataAnalyzer:
 
     def run_map_reduce(self) -> None:
         """Measure and write.  A collective; all ranks must see `save_path`."""
+        if self.num_workers > 1:
+            init_distributed()  # rank 0 reads what the others write
         if self.comm_group is not None:
             self.num_workers, self.worker_id = get_world_size(self.comm_group), get_rank(self.comm_group)
         names = [each.name for each in attrs.fields(type(self)) if each.name not in ("device", "comm_group")]
@@ -253,6 +255,12 @@ def write_dataset(fname: str, entries: Sequence[Values] | Values, dtype: Any = N
     close_mmap_dataset_builder(builder, fname)
 
 
-def _wait(group: Any) -> None:
+def _wait(group: Any, num_workers: int) -> None:
+    """Wait for the other workers.  Raises RuntimeError if they have no process group."""
     if is_initialized():
         barrier(group)
+    elif num_workers > 1:
+        raise RuntimeError(
+            f"{num_workers} workers must wait for each other: call deepspeed.init_distributed() first, or run_map() "
+            "in each and then run_reduce() in one"
+        )
