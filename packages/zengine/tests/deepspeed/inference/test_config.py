@@ -26,6 +26,11 @@ def test_a_dtype_is_named_or_given(name, dtype):
         assert DeepSpeedInferenceConfig.of({"dtype": name}).dtype == dtype
 
 
+@pytest.mark.parametrize("section", [{"quant": {"enabled": False}}, {"zero": {"stage": 0}}])
+def test_sections_that_are_off_are_accepted(section: dict[str, dict[str, int]]):
+    assert DeepSpeedInferenceConfig.of(section) == DeepSpeedInferenceConfig.of({})
+
+
 def test_keys_about_kernels_are_told_to_have_no_effect():
     made = DeepSpeedInferenceConfig.of({"replace_with_kernel_inject": True, "injection_policy": {}, "mp_size": 1})
     assert made.notices == (

@@ -7,14 +7,20 @@ import logging
 import pytest
 
 from zengine.deepspeed.utils import OnDevice, log_dist, logger, set_log_level
+from zengine.deepspeed.utils import logging as logging_module
 
 
-def test_messages_come_from_the_ranks_that_were_named(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("has_group", [True, False])
+def test_messages_come_from_the_ranks_that_were_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, has_group: bool
+):
+    monkeypatch.setattr(logging_module, "is_initialized", lambda: has_group)
     with caplog.at_level(logging.INFO, "zengine"):
         log_dist("for rank 0")
         log_dist("for all", ranks=[-1], level=logging.WARNING)
         log_dist("for rank 7", ranks=[7])
-    assert caplog.messages == ["[rank 0] for rank 0", "[rank 0] for all"]
+    without_ranks = [] if has_group else ["[rank 0] for rank 7"]  # a process alone says everything
+    assert caplog.messages == ["[rank 0] for rank 0", "[rank 0] for all", *without_ranks]
 
 
 def test_a_level_is_set_by_name_or_number():

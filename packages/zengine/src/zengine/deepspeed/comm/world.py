@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import zcomm
+from zengine.deepspeed.constants import default_pg_timeout
 
 __all__ = [
     "destroy_process_group",
@@ -72,7 +73,11 @@ def init_distributed(
         dist_backend = "gloo"
     if init_method is not None or dist_backend not in (None, "nccl", "gloo"):
         dist.init_process_group(
-            dist_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+            dist_backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=default_pg_timeout if timeout is None else timeout,
         )
         return
     environ = dict(os.environ)

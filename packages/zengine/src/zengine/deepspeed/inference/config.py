@@ -130,15 +130,19 @@ def _problem(key: str, value: Any) -> Problem | None:
         return None
     if key in _REJECTED:
         default, reason, advice = _REJECTED[key]
-        return (
-            None if not value or value == default else Problem(key=key, given=value, reason=reason, suggestion=advice)
-        )
+        is_off = not value or value == default or (isinstance(value, Mapping) and _is_off(value))
+        return None if is_off else Problem(key=key, given=value, reason=reason, suggestion=advice)
     check = _CHECKS.get(key)
     if check is None:
         close = nearest(key, [*_CHECKS, *_REJECTED, *_NO_EFFECT, *KEYS])
         return Problem(key=key, reason="is not a key of the inference config", suggestion=_did_you_mean(close))
     is_good, allowed = check(value)
     return None if is_good else Problem(key=key, given=value, reason=f"must be {allowed}")
+
+
+def _is_off(section: Mapping[str, Any]) -> bool:
+    """Return whether a section says that it is off: configs that are written out whole have such sections."""
+    return section.get("enabled", True) is False or section.get("stage") == 0
 
 
 def _did_you_mean(close: list[str]) -> str:

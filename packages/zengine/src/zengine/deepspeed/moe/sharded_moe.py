@@ -289,7 +289,8 @@ class MOELayer(nn.Module):
         x: Tensor = input[0]
         rows = x.reshape(-1, x.shape[-1])
         used = input[1] if len(input) > 1 else None
-        self.l_aux, capacity, num_experts, indices, places, gates, self.exp_counts = self.gate(rows, used, True)
+        routed = self.gate(rows, used, True, False)  # a gate of one's own takes DeepSpeed's four arguments
+        self.l_aux, capacity, num_experts, indices, places, gates, self.exp_counts = routed
         size = int(capacity)
         slots = torch.where(indices >= 0, indices.long() * size + places, num_experts * size)  # the last one: dropped
         sent = _to_slots(rows, slots, num_experts * size).view(num_experts, size, -1)

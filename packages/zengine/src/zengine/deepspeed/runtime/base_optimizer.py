@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import zpartition
     from zengine.config import Plan
 
-__all__ = ["DeepSpeedOptimizer", "EngineFacts", "ZeROOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "EngineFacts", "ZeROOptimizer", "joined"]
 
 
 @attrs.define(eq=False)
@@ -185,7 +185,7 @@ class DeepSpeedOptimizer:
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
         """Masters that this rank updates, flat, by parameter group: the tensor itself if a group has only one."""
-        return [_joined(group["params"]) for group in self.param_groups]
+        return [joined(group["params"]) for group in self.param_groups]
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
@@ -279,5 +279,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.engine_facts.cleared = []
 
 
-def _joined(params: list[Tensor]) -> Tensor:
-    return params[0] if len(params) == 1 else torch.cat([param.detach().reshape(-1) for param in params])
+def joined(parts: list[Tensor]) -> Tensor:
+    """Return the parts in one flat tensor: the part itself if there is only one."""
+    flat = [part.detach().reshape(-1) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(flat) if flat else torch.empty(0)

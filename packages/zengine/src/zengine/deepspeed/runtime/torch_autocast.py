@@ -45,6 +45,7 @@ def init_autocast_params(
 
     Raises ValueError for a name that is no class of the model and cannot be imported.
     """
+    global _dtype
     names = torch_autocast_lower_precision_safe_modules
     wanted = tuple(get_default_autocast_lower_precision_modules() if names is None else names)
     check_class_names(wanted, engine.module)
@@ -52,7 +53,7 @@ def init_autocast_params(
         if any(_is_class(type(module), name) for name in wanted):
             for param in module.parameters(recurse=False):
                 setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
-    globals()["_dtype"] = dtype
+    _dtype = dtype
 
 
 def _is_class(kind: type, name: str) -> bool:

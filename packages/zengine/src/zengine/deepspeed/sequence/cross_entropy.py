@@ -87,6 +87,8 @@ def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: (tokens of this rank, batch, words of this tensor rank); target: (tokens of this rank,
     batch).  Gradients are scaled for the mean over the ranks that sum them, as engines expect.
     """
+    if gather_sequence_loss and reduction != "none":
+        raise ValueError(f"gather_sequence_loss=True gathers a loss for each token: reduction={reduction!r} has none")
     losses = vocab_parallel_cross_entropy(
         vocab_parallel_logits,
         target,

@@ -75,9 +75,8 @@ def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on these ranks: [-1] is all ranks, None is rank 0."""
-    rank, wanted = get_rank(), list(ranks or [0])
-    if -1 in wanted or rank in wanted:
-        logger.log(level, "[rank %d] %s", rank, message)
+    if _is_wanted(ranks or [0]):
+        logger.log(level, "[rank %d] %s", get_rank(), message)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

@@ -36,6 +36,15 @@ def test_a_dynamic_scale_moves_as_deepspeeds():
     assert (scaler.cur_iter, scaler.dynamic) == (10, True)
 
 
+def test_gradients_that_are_not_finite_are_found_in_sparse_ones_too():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    scaler = DynamicLossScaler(**ARGS)
+    assert not scaler.has_overflow_serial([weight])
+    for value in (1.0, float("inf")):
+        weight.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([value]), (3,))
+        assert scaler.has_overflow_serial([weight]) == (value != 1)
+
+
 def test_at_the_minimum_an_overflow_raises_unless_told_otherwise():
     for raises in (True, False):
         args = {**ARGS, "init_scale": 4, "delayed_shift": 1, "raise_error_at_min_scale": raises}

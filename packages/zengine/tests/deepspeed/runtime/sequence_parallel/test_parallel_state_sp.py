@@ -22,10 +22,13 @@ def _made() -> list[int]:
         state.get_sequence_data_parallel_rank(),
         state.get_sequence_data_parallel_world_size(),
         zcomm.group_size(state.get_sequence_data_parallel_group()),
+        state.get_data_parallel_world_size(),  # the module is an mpu: its other getters are those of the groups
     ]
+    with pytest.raises(AttributeError, match="size"):
+        _ = state.size
     state._made.clear()
     return found
 
 
 def test_neighbours_share_a_sequence() -> None:
-    assert run_ranks(_made, 4) == [[rank % 2, 2, rank, 4, 4] for rank in range(4)]
+    assert run_ranks(_made, 4) == [[rank % 2, 2, rank, 4, 4, 2] for rank in range(4)]

@@ -173,7 +173,9 @@ class DynamicLossScaler(LossScalerBase):
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
         """Return True if a gradient of `params` is not finite."""
-        return any(param.grad is not None and not bool(param.grad.isfinite().all()) for param in params)
+        from zengine.deepspeed.runtime.gradients import has_inf_or_nan  # of sparse gradients, too
+
+        return any(param.grad is not None and bool(has_inf_or_nan(param.grad)) for param in params)
 
 
 def loss_scaler_over(scaler: zprecision.Scaler) -> LossScaler | DynamicLossScaler:

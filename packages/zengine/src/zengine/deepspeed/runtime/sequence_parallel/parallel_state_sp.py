@@ -33,6 +33,13 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> zcomm.Groups:
     return _made[0]
 
 
+def __getattr__(name: str) -> Any:
+    """Return another getter of an `mpu` (`get_data_parallel_group`, ...), of the groups created last."""
+    if not name.startswith("get_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_groups(), name)
+
+
 def _groups() -> zcomm.Groups:
     if not _made:
         raise RuntimeError("sequence parallelism is not initialized: call initialize_sequence_parallel(size) first")

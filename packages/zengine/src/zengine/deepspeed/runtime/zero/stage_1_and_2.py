@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from zengine.deepspeed.runtime.base_optimizer import ZeROOptimizer
+from zengine.deepspeed.runtime.base_optimizer import ZeROOptimizer, joined
 
 __all__ = [
     "DeepSpeedZeroOptimizer",
@@ -30,14 +29,14 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     @property
     def bit16_groups_flat(self) -> list[Tensor]:
         """The module's weights, flat, by parameter group: the memory itself if a group has one bucket, padded."""
-        return [_joined([storage.flat for storage in storages]) for storages in self._storages_of_groups()]
+        return [joined([storage.flat for storage in storages]) for storages in self._storages_of_groups()]
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
         """The elements of `bit16_groups_flat` that each rank updates, by parameter group and rank."""
         return [
             [
-                _joined([storage.flat[slice(*storage.bucket.span(rank))] for storage in storages])
+                joined([storage.flat[slice(*storage.bucket.span(rank))] for storage in storages])
                 for rank in range(self.engine_facts.plan.parallel.gradient_ranks)
             ]
             for storages in self._storages_of_groups()
@@ -48,10 +47,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for storage in self.engine_facts.partition.storages:
             found[storage.bucket.group].append(storage)
         return found
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
 
 def estimate_zero2_model_states_mem_needs(
