@@ -41,6 +41,7 @@ FLAGS = (
     "-fvisibility=hidden", "-pthread", "-Wall", "-Wno-unknown-pragmas",
 )  # fmt: skip
 V3 = ("-mavx2", "-mf16c")
+V4 = (*V3, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 
 
 class BuildError(Exception):
@@ -107,7 +108,7 @@ def objects(folder: Path) -> dict[Path, list[str]]:
     }
     for name in ("zs_engine", "zs_barrier", "zs_steps", "zs_memory"):
         result[folder / f"{name}.o"] = [f'-DZS_SOURCE_HASH="{source_hash()}"', *x86, str(CSRC / f"{name}.c")]
-    for level, flags in ({"base": (), "v3": V3} if is_x86 else {"base": ()}).items():
+    for level, flags in ({"base": (), "v3": V3, "v4": V4} if is_x86 else {"base": ()}).items():
         result[folder / f"zs_reduce_{level}.o"] = [*flags, f"-DZS_LEVEL={level}", str(CSRC / "zs_reduce.c")]
     return result
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Speed of the collectives between CPU ranks of one host, and the limit set by memory.
 
-    python packages/zcomm/bench/collectives.py [--ranks 2] [--mb 1 16 64 256] [--rounds 15] [--wait 60] [--save]
+    python packages/zcomm/bench/collectives.py [--ranks 2] [--mb 1 16 64 256] [--rounds 15] [--wait 60] [--save NAME]
 
 Five contenders alternate within every round, so that a disturbance hits all of them: zero copy (tensors of
 zcomm.shared_empty), staged (ordinary tensors, copied through shared memory), Gloo (zcomm without shared memory),
 torch (torch.distributed's own function over Gloo), and the floor: the reads, additions and writes of one rank alone,
-without communication, by the same C loops.  all_gather is in place, with this rank's slice of the output as its
-input, as in sharded training; reduce_scatter has a separate output.  The time of a round is that of its slowest rank;
-the figure is the median of the rounds.  MB is the larger of input and output.  `--save` writes
-bench/results/collectives.{md,json}.
+without communication, by the same C loops, on all ranks at once.  An all_reduce of N bytes reads and writes N in it,
+as a copy of N bytes does.  all_gather is in place, with this rank's slice of the output as its input, as in sharded
+training; reduce_scatter has a separate output.  The time of a round is that of its slowest rank; the figure is the
+median of the rounds.  MB is the larger of input and output.  `--save NAME` writes bench/results/NAME.{md,json}.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -149,16 +150,17 @@ def table(rows: list[dict[str, Any]], latency: dict[str, float], facts: dict[str
         "",
         f"{facts['processor']}, {facts['cores']} cores, {facts['system']}, torch {facts['torch']}, instruction set "
         f"{facts['level']}, {facts['date']}. Milliseconds, medians of {facts['rounds']} interleaved rounds, slowest "
-        "rank. Made by bench/collectives.py, which describes the columns.",
+        f"rank. Made by bench/collectives.py {facts['arguments']}, which describes the columns.",
         "",
         "| op | dtype | MB | zero copy | staged | Gloo | torch | floor "
-        "| Gloo / zero copy | torch / zero copy | Gloo / staged | zero copy / floor |",
-        "|" + "---|" * 12,
+        "| Gloo / zero copy | torch / zero copy | Gloo / staged | zero copy / floor | staged / floor |",
+        "|" + "---|" * 13,
     ]
     for row in rows:
         ms = {name: row[name] * 1e3 for name in CONTENDERS}
         ratios = [("gloo", "zero copy"), ("torch", "zero copy"), ("gloo", "staged"), ("zero copy", "floor")]
-        cells = [f"{ms[name]:.3f}" for name in CONTENDERS] + [f"{ms[a] / ms[b]:.1f}" for a, b in ratios]
+        ratios.append(("staged", "floor"))
+        cells = [f"{ms[name]:.3f}" for name in CONTENDERS] + [f"{ms[a] / ms[b]:.2f}" for a, b in ratios]
         lines.append(f"| {row['op']} | {row['dtype']} | {row['mb']} | {' | '.join(cells)} |")
     lines += ["", "| latency | microseconds |", "|---|---|"]
     lines += [f"| {name} | {seconds * 1e6:.1f} |" for name, seconds in latency.items()]
@@ -180,12 +182,13 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--wait", type=float, default=0.0, help="seconds to wait for an idle machine before each row")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", metavar="NAME", default="")
     options = parser.parse_args()
     facts = {
         "ranks": options.ranks, "rounds": options.rounds, "processor": processor(), "cores": os.cpu_count(),
         "system": platform.system() + " " + platform.release(), "torch": torch.__version__,
         "level": native.library().level(), "date": time.strftime("%Y-%m-%d"),
+        "arguments": " ".join(sys.argv[1:]),
     }  # fmt: skip
     rows = []
     for op in OPS:
@@ -200,9 +203,9 @@ def main() -> None:
     print(text)
     if options.save:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "collectives.md").write_text(text)
+        (RESULTS / f"{options.save}.md").write_text(text)
         found = {"facts": facts, "rows": rows, "latency": latency}
-        (RESULTS / "collectives.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / f"{options.save}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

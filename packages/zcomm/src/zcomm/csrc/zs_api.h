@@ -79,7 +79,7 @@ void zs_failure(zs_group *group, zs_report *report);
 void zs_reduce(int dtype, int reduction, int num, const void *const *sources, int num_outputs, void *const *outputs,
                int64_t numel, int is_fresh);
 void zs_stream(void *to, const void *from, int64_t bytes);
-int zs_set_level(int level); /* 0 plain, 1 the best of this processor; returns the level in use */
+int zs_set_level(int level); /* 0 plain, 1 AVX2, 2 AVX-512, or the best of this processor; returns the level in use */
 /* cdef end */
 
 enum { ZS_ALL_REDUCE, ZS_REDUCE_SCATTER, ZS_ALL_GATHER, ZS_BROADCAST, ZS_ALL_TO_ALL, ZS_ALL_TO_ALL_V, ZS_BARRIER };

@@ -1,15 +1,17 @@
 /* Barriers between ranks, and their failures.
  *
- * A rank arrives by raising its own counter; it waits for the others, spinning briefly and then sleeping on
- * a futex in that rank's control segment.  No wait is endless: a barrier ends when all have arrived, when a rank is
- * dead (by its pidfd), has closed or aborted the group, or at the time limit.  The first failure breaks the group
- * permanently; ranks that continued after a failed collective would no longer agree on their order.
+ * A rank arrives by raising its own counter; it waits for the others, spinning briefly (or yielding its core, if there
+ * are more ranks than cores) and then sleeping on a futex in that rank's control segment.  No wait is endless: a
+ * barrier ends when all have arrived, when a rank is dead (by its pidfd), has closed or aborted the group, or at the
+ * time limit.  The first failure breaks the group permanently; ranks that continued after a failed collective would no
+ * longer agree on their order.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -18,6 +20,7 @@
 #include "zs_core.h"
 
 #define NAP_S 0.05 /* the longest sleep between two checks of the peers */
+#define YIELD_S 50e-6 /* with more ranks than cores; a core that goes idle takes as long to wake up */
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
@@ -119,13 +122,18 @@ int zs_await(zs_group *g, zs_task *t, double until, int spins) {
   for (int p = 0; p < g->size; p++) {
     int look_for_dead = 0;
     while (!has_arrived(g, p)) {
-      if (spins-- > 0) {
+      if (spins > 0) {
+        spins--;
         PAUSE();
         continue;
       }
       if (cannot_arrive(g, t, p, look_for_dead)) return -1;
       double time = zs_now_s();
       if (time >= until) return 0;
+      if (spins == ZS_YIELD && time < t->waits_since + YIELD_S) {
+        sched_yield();
+        continue;
+      }
       _Atomic uint32_t *word = &g->control[p]->arrived;
       atomic_fetch_add(&g->control[p]->sleepers, 1);
       uint32_t value = atomic_load(word);

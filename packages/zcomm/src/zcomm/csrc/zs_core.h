@@ -26,6 +26,7 @@
 #define ZS_TINY (16 * 1024)   /* bytes up to which a barrier costs more than a copy */
 #define ZS_LARGE (4 * 1024 * 1024) /* bytes from which an output is written past the caches */
 #define ZS_HEADER 4096
+#define ZS_YIELD (-1) /* in place of turns: yields the core to other ranks for a while */
 
 /* The first page of a control segment.  Only its own rank writes it, except `sleepers`. */
 typedef struct {
@@ -65,7 +66,7 @@ struct zs_group {
   zs_control *control[ZS_MAX_RANKS];
   int pid[ZS_MAX_RANKS], pidfd[ZS_MAX_RANKS];
   double timeout_s;
-  int spins, spins_in_thread; /* turns of a waiting loop before it sleeps */
+  int spins, spins_in_thread; /* turns of a waiting loop before it sleeps; ZS_YIELD */
   uint32_t count;             /* steps ended; the executor's */
 
   pthread_mutex_t lock;       /* guards all below */
@@ -89,6 +90,9 @@ enum { ZS_MORE, ZS_DONE, ZS_MISMATCH };
 /* The work of task->step.  ZS_MORE: a barrier and another step follow; ZS_DONE: the collective is complete;
  * ZS_MISMATCH: the ranks disagree, see group->report. */
 int zs_step(zs_group *group, zs_task *task);
+
+/* Copies into memory that other ranks have read. */
+void zs_copy_lines(void *to, const void *from, int64_t bytes);
 
 double zs_now_s(void); /* of the monotonic clock */
 struct timespec zs_timespec(double seconds);

@@ -154,7 +154,8 @@ zs_group *zs_open(int rank, int size, void *const *controls, const int *pids, co
     g->pidfd[p] = pidfds[p];
   }
   g->timeout_s = timeout_s;
-  g->spins = num_cores >= size ? SPINS : 0; /* one busy thread per rank; the program computes beside the thread */
+  /* one busy thread per rank; the program computes beside the thread */
+  g->spins = num_cores >= size ? SPINS : ZS_YIELD;
   g->spins_in_thread = num_cores >= 2 * size ? SPINS : 0;
   pthread_condattr_t clock;
   pthread_condattr_init(&clock);

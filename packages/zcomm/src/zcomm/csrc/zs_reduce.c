@@ -70,17 +70,39 @@ static inline uint32_t as_bits(float value) {
   return bits;
 }
 
-static void bf16_widen(float *restrict to, const uint16_t *restrict from, int64_t n) {
-  for (int64_t i = 0; i < n; i++) to[i] = as_float((uint32_t)from[i] << 16);
+static inline float bf16_up(uint16_t half) { return as_float((uint32_t)half << 16); }
+
+static inline uint16_t bf16_down(float value) {
+  uint32_t bits = as_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-static void bf16_narrow(uint16_t *restrict to, const float *restrict from, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t bits = as_bits(from[i]);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    to[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+/* A bfloat16 needs no second pass: it is widened, reduced and narrowed in registers. */
+#define BF16(NAME, OP)                                                                               \
+  static void NAME(int num, const void *const *sources, void *output, int64_t at, int64_t n) {       \
+    float sum[BLOCK];                                                                                \
+    const uint16_t *first = (const uint16_t *)sources[0] + at, *last = (const uint16_t *)sources[num - 1] + at; \
+    uint16_t *out = output;                                                                          \
+    if (num == 2) {                                                                                  \
+      _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                         \
+        float a = bf16_up(first[i]), b = bf16_up(last[i]);                                           \
+        out[i] = bf16_down(OP(a, b));                                                                \
+      }                                                                                              \
+      return;                                                                                        \
+    }                                                                                                \
+    for (int64_t i = 0; i < n; i++) sum[i] = bf16_up(first[i]);                                      \
+    for (int r = 1; r < num - 1; r++) {                                                              \
+      const uint16_t *term = (const uint16_t *)sources[r] + at;                                      \
+      for (int64_t i = 0; i < n; i++) {                                                              \
+        float a = sum[i], b = bf16_up(term[i]);                                                      \
+        sum[i] = OP(a, b);                                                                           \
+      }                                                                                              \
+    }                                                                                                \
+    _Pragma("GCC ivdep") for (int64_t i = 0; i < n; i++) {                                           \
+      float a = sum[i], b = bf16_up(last[i]);                                                        \
+      out[i] = bf16_down(OP(a, b));                                                                  \
+    }                                                                                                \
   }
-}
 
 static inline float fp16_up(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = (uint32_t)(half & 0x7fffu) << 13;
@@ -131,7 +153,9 @@ ALL_SAME(i32, int32_t)
 ALL_SAME(i64, int64_t)
 ALL_SAME(u8, uint8_t)
 ALL_SAME(i8, int8_t)
-ALL_WIDE(bf16)
+BF16(bf16_sum, SUM)
+BF16(bf16_max, MAX)
+BF16(bf16_min, MIN)
 ALL_WIDE(fp16)
 SAME(bool_or, uint8_t, OR)
 SAME(bool_and, uint8_t, AND)

@@ -11,6 +11,12 @@
  * A payload of up to ZS_TINY bytes is always staged, and then costs a single barrier: even an all_reduce, which
  * every rank then computes in full.
  *
+ * What a staged all_reduce of N bytes over W ranks moves, at least, on every rank: it reads and writes its tensor once,
+ * 2 N through memory, as a copy of N bytes does.  Through the caches it writes N bytes into its buffers, (W - 1) / W N
+ * for the others to reduce and N / W of results, and reads 2 (W - 1) / W N from those of others.  Within one chiplet the
+ * caches are fast enough to hide most of that; between two it passes at the speed of memory, so at W = 2 the floor there
+ * is two copies.  Each result is reduced into the tensor, and staged from the cache in one piece (zs_copy_lines).
+ *
  * Both reduce each element in the order of the ranks, so they give the same bits.
  */
 #include <string.h>
@@ -66,6 +72,11 @@ static void copy(void *to, const void *from, int64_t bytes) {
   if (bytes > 0 && to != from) memcpy(to, from, (size_t)bytes);
 }
 
+/* Copies into a buffer of this rank's control segment. */
+static void stage(void *to, const void *from, int64_t bytes) {
+  if (bytes > 0) zs_copy_lines(to, from, bytes);
+}
+
 /* True if the output is large and not read before it is written. */
 static int is_fresh(const zs_group *g, const zs_call *c) {
   int64_t bytes = call_bytes(c) * (c->op == ZS_ALL_GATHER || c->op == ZS_ALL_TO_ALL ? g->size : 1);
@@ -101,7 +112,11 @@ static void copy_runs(const zs_group *g, const zs_call *c, const int64_t *runs, 
     int64_t first = start > from ? start : from, last = smaller(end, until);
     if (last > first) {
       char *own = tensor + place + (first - start), *other = part + (first - from);
-      copy(to_tensor ? own : other, to_tensor ? other : own, last - first);
+      if (to_tensor) {
+        copy(own, other, last - first);
+      } else {
+        stage(other, own, last - first);
+      }
     }
     start = end;
   }
@@ -123,10 +138,10 @@ static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
   char *to = staged(g, g->rank, g->count);
   const char *from = c->input;
   int64_t at = chunk * ZS_CHUNK, bytes = smaller(ZS_CHUNK, call_bytes(c) - at);
-  if (c->op == ZS_ALL_GATHER || (c->op == ZS_BROADCAST && c->source == g->rank)) copy(to, from + at, bytes);
+  if (c->op == ZS_ALL_GATHER || (c->op == ZS_BROADCAST && c->source == g->rank)) stage(to, from + at, bytes);
   if (c->op == ZS_ALL_GATHER || c->op == ZS_BROADCAST) return;
   if (c->op == ZS_ALL_REDUCE && is_tiny(g, c)) {
-    copy(to, from, call_bytes(c));
+    stage(to, from, call_bytes(c));
     return;
   }
   for (int p = 0; p < g->size; p++) {
@@ -136,15 +151,17 @@ static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
       continue;
     }
     at = part(g, c, p, chunk, &bytes);
-    copy(to + p * part_bytes(g), from + at, bytes);
+    stage(to + p * part_bytes(g), from + at, bytes);
   }
 }
 
-/* Middle phase of an all_reduce: reduces this rank's slice of the chunk, into the tensor and for the others. */
+/* Middle phase of an all_reduce: reduces this rank's slice of the chunk into the tensor, and stages the result in one
+ * piece from the cache. */
 static void stage_reduce(const zs_group *g, const zs_call *c, int64_t chunk) {
   int64_t bytes, at = part(g, c, g->rank, chunk, &bytes);
-  void *outputs[2] = {(char *)c->output + at, reduced(g, g->rank, g->count)};
-  reduce_staged(g, c, (const char *)c->input + at, g->rank * part_bytes(g), 2, outputs, bytes);
+  void *outputs[1] = {(char *)c->output + at};
+  reduce_staged(g, c, (const char *)c->input + at, g->rank * part_bytes(g), 1, outputs, bytes);
+  stage(reduced(g, g->rank, g->count), outputs[0], bytes);
 }
 
 /* Last phase of an all_reduce: copies the others' slices. */
