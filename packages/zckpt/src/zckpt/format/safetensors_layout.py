@@ -6,6 +6,7 @@ after its region.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -76,8 +77,13 @@ class TensorPart:
 
     @property
     def key(self) -> str:
-        is_whole = self.region == Region(whole_box(self.shape), (0, box_numel(whole_box(self.shape))))
-        return self.name if is_whole else f"{self.name}@{self.region}"
+        return self.name + _key_suffix(self.shape, self.region)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # models have many tensors and few shapes
+def _key_suffix(shape: tuple[int, ...], region: Region) -> str:
+    box = whole_box(shape)
+    return "" if region == Region(box, (0, box_numel(box))) else f"@{region}"
 
 
 @attrs.frozen

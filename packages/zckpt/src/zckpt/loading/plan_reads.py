@@ -107,8 +107,9 @@ def whole_item(name: str, entry: TensorEntry) -> ReadItem:
 
 
 def _item(shard: ShardLike, entry: TensorEntry) -> ReadItem:
-    region = region_of(shard)
-    pieces = tuple(piece for piece in entry.pieces if overlap(region, piece.region))
+    region, pieces = region_of(shard), entry.pieces
+    if len(pieces) != 1 or pieces[0].region != region or not region.numel:
+        pieces = tuple(piece for piece in pieces if overlap(region, piece.region))
     return ReadItem(shard, region, entry, pieces)
 
 

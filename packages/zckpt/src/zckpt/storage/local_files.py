@@ -24,6 +24,7 @@ import mmap
 import os
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import final
 
@@ -42,15 +43,17 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 @final
 @attrs.define(eq=False)
 class LocalWriter:
-    """A storage.Writer with O_DIRECT.
+    """A storage.Writer with O_DIRECT, which writes one buffer while the caller fills the other.
 
-    Invariant: the file holds everything written except the last `held` bytes, which are at the start of the buffer.
+    Invariant: the file holds everything written, except the buffers that the thread has not written yet and then the
+    last `held` bytes, which are at the start of `buffer`.
     """
 
     path: Path
     fd: int
     buffer: mmap.mmap | None = None  # allocated by the first write; untouched pages cost nothing
     held: int = 0  # bytes in the buffer
+    thread: _BufferThread | None = None  # started by the second buffer: small files never pay for it
 
     @classmethod
     def create(cls, path: Path) -> LocalWriter:
@@ -61,16 +64,17 @@ class LocalWriter:
             return
         if self.buffer is None:
             self.buffer = mmap.mmap(-1, BUFFER_NBYTES)
-        into, rest = np.frombuffer(self.buffer, np.uint8), np.frombuffer(data, np.uint8)
+        rest = np.frombuffer(data, np.uint8)
         while len(rest):
+            if self.held == BUFFER_NBYTES:
+                self._swap()
+            into = np.frombuffer(self.buffer, np.uint8)
             count = min(BUFFER_NBYTES - self.held, len(rest))
             np.copyto(into[self.held : self.held + count], rest[:count])  # releases the interpreter's lock
             self.held, rest = self.held + count, rest[count:]
-            if self.held == BUFFER_NBYTES:
-                self._flush(_O_DIRECT)
 
     def sync(self) -> None:
-        self._flush(0)
+        self._write_rest()
         with path_in_errors(self.path):
             os.fsync(self.fd)
 
@@ -80,33 +84,102 @@ class LocalWriter:
     def __exit__(self, *exc: object) -> None:
         try:
             if exc[0] is None:
-                self._flush(0)
+                self._write_rest()
         finally:
+            self._stop()
             with path_in_errors(self.path):
                 os.close(self.fd)
 
-    def _flush(self, direct: int) -> None:
-        """Write the held bytes; `direct` is O_DIRECT, which requires a full buffer, or 0."""
-        if self.buffer is None:
-            return
-        rest = memoryview(self.buffer)[: self.held]
-        with path_in_errors(self.path):
-            self._set_direct(direct)
-            while len(rest):
-                try:
-                    rest = rest[os.write(self.fd, rest) :]
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not direct:
-                        raise
-                    direct = 0  # the file system accepts the flag and rejects the write
-                    self._set_direct(0)
+    def _swap(self) -> None:
+        """Give the full buffer to the thread, and take an empty one."""
+        assert self.buffer is not None
+        try:
+            self.thread = self.thread or _BufferThread(self.path, self.fd)
+            self.buffer = self.thread.swap(self.buffer)
+        except RuntimeError:  # no more threads available: write here
+            with path_in_errors(self.path):
+                _write_all(self.fd, memoryview(self.buffer)[: self.held], _O_DIRECT)
         self.held = 0
 
-    def _set_direct(self, direct: int) -> None:
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        if flags & _O_DIRECT != direct:
-            with contextlib.suppress(OSError):  # unsupported: writes stay plain
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~_O_DIRECT | direct)
+    def _write_rest(self) -> None:
+        """Wait for the thread, and write what is held: whole blocks with O_DIRECT, if they are worth it."""
+        if (thread := self._stop()) is not None:
+            thread.check()
+        if self.buffer is None:
+            return
+        held, self.held = memoryview(self.buffer)[: self.held], 0
+        blocks = len(held) // _BLOCK_NBYTES * _BLOCK_NBYTES if len(held) >= LEAST_NBYTES else 0
+        with path_in_errors(self.path):
+            _write_all(self.fd, held[:blocks], _O_DIRECT)
+            _write_all(self.fd, held[blocks:], 0)
+
+    def _stop(self) -> _BufferThread | None:
+        """End the thread after its last write; a later write starts another."""
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            thread.join()
+        return thread
+
+
+@final
+class _BufferThread:
+    """Writes full buffers to a file in order, while the caller fills another."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+        self.error: BaseException | None = None  # nothing is written after it
+        self.full: SimpleQueue[mmap.mmap | None] = SimpleQueue()  # None: the end
+        self.empty: SimpleQueue[mmap.mmap] = SimpleQueue()
+        self.empty.put(mmap.mmap(-1, BUFFER_NBYTES))
+        self.thread = threading.Thread(target=self._run, name="zckpt-write", daemon=True)
+        self.thread.start()
+
+    def swap(self, full: mmap.mmap) -> mmap.mmap:
+        """Queue a full buffer; return an empty one.  Raises the error of an earlier write."""
+        self.full.put(full)
+        empty = self.empty.get()
+        self.check()
+        return empty
+
+    def join(self) -> None:
+        """Wait until everything is written, or failed."""
+        self.full.put(None)
+        self.thread.join()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        while (buffer := self.full.get()) is not None:
+            try:
+                if self.error is None:
+                    with path_in_errors(self.path):
+                        _write_all(self.fd, memoryview(buffer)[:BUFFER_NBYTES], _O_DIRECT)
+            except BaseException as error:
+                self.error = error
+            self.empty.put(buffer)
+
+
+def _write_all(fd: int, data: memoryview, direct: int) -> None:
+    """Write all of `data` at the file's position; `direct`: O_DIRECT, for whole aligned blocks, or 0."""
+    if len(data):
+        _set_direct(fd, direct)
+    while len(data):
+        try:
+            data = data[os.write(fd, data) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            direct = 0  # the file system accepts the flag and rejects the write
+            _set_direct(fd, 0)
+
+
+def _set_direct(fd: int, direct: int) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & _O_DIRECT != direct:
+        with contextlib.suppress(OSError):  # unsupported: writes stay plain
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT | direct)
 
 
 @final
