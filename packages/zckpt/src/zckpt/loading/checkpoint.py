@@ -36,7 +36,6 @@ from zckpt.loading.plan_reads import (
     ReadItem,
     ReadRequest,
     check_problems,
-    is_disjoint,
     merge_plans,
     plan_read,
     whole_item,
@@ -119,9 +118,8 @@ class Checkpoint(Described):
         answers = vote.run("checking", check)
         report, problems = merge_plans(answers, self.manifest, reading.ignore)
         check_problems(problems, strict=reading.on_mismatch == "raise", where=f"checkpoint {self.path}")
-        once = reading.verify != "first" and is_disjoint(answers, self.manifest)
         items = plans[0].items
-        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, once=once)
+        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers)
         if reading.verify == "first":
             vote.run("verifying", lambda: runner.verify(items))
 

@@ -1,16 +1,24 @@
-"""Execution of a read plan: its items become jobs of a few threads; each file is opened once.
+"""Execution of a read plan by a few threads, each of which streams through a part of a file.
 
-A job reads about 32 MiB of one piece for one wanted tensor, if the sharding allows, so that all threads share one
-huge tensor; or many small tensors (small.py).  `fill` copies the bytes into the live tensors, `verify` only compares
-their checksums.
+Problem.  A disk is fast, and the page cache reads ahead, where a file is read in order by few readers.  A thread that
+jumps, and two threads that share a file descriptor, read half as fast: the kernel reads ahead what nobody wants.
+
+Design.  Everything that is wanted of a file as it is stored is cut into stretches in the order of their offsets:
+about 32 MiB of one tensor, or many small tensors (small.py).  Neighbouring stretches are a stream, one per thread and
+of equal bytes, with a file descriptor of its own.  The elements of other boxes (another tensor-parallel degree) are
+gathered run by run (copy.py), in jobs that are made on demand, as there may be millions of runs.  `fill` copies the
+bytes into the live tensors, `verify` only compares their checksums.
+
+Everything goes through the page cache: `verify="first"` reads the disk once, and ranks of a host share their reads.
+Rejected: O_DIRECT, which is half as fast where the kernel has large folios, leaves nothing for the second pass, and
+reads again what is cached; mapped files, where a disk error is a signal.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -30,16 +38,24 @@ from zckpt.storage.thread_pool import run_jobs
 
 _JOB_NBYTES = 32 << 20
 _THREAD_NBYTES = 8 << 20  # minimum bytes per thread
-_OPEN_FILES = 128  # at once; a process may open 1,024, and a large run saves more files
 
-_Act: TypeAlias = "Callable[[ReadItem, PieceSource, Runs], int]"  # returns the bytes read
+_Work: TypeAlias = "Callable[[Reader], int]"  # reads some of a file; returns the bytes
+
+
+@attrs.frozen
+class _Stretch:
+    """Bytes of a file that one call reads."""
+
+    offset: int  # in the file
+    nbytes: int
+    work: _Work
 
 
 @attrs.frozen
 class _Pass:
     """What one pass over the bytes does."""
 
-    act: _Act
+    act: Callable[[ReadItem, PieceSource, Runs], int]  # returns the bytes read
     verify: bool  # compare checksums
     copy: bool  # fill the tensors
 
@@ -54,7 +70,6 @@ class ReadRunner:
     verifier: Verifier
     num_threads: int
     scratch: Scratch = attrs.field(factory=Scratch)
-    once: bool = False  # each byte is read once, by this process only: bypass the page cache
 
     def fill(self, items: Sequence[ReadItem], verify: bool) -> int:
         """Fill the tensors of the items; return the bytes read.  Raises CheckpointCorrupt at the first bad chunk."""
@@ -74,41 +89,53 @@ class ReadRunner:
 
     def _each(self, items: Sequence[ReadItem], work: _Pass) -> int:
         nbytes = sum(item.region.numel * item.entry.dtype.itemsize for item in items)
-        num_threads, read_nbytes = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES), 0
-        files = sorted({piece.file for item in items for piece in item.pieces})
+        num_threads = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES)
+        for file in sorted({piece.file for item in items for piece in item.pieces}) if work.verify else ():
+            if file not in self.verifier.headers:
+                with self.storage.open(self.folder / file) as reader:
+                    self.verifier.check_header(reader, file)
         batches, others = find_batches(items)
-        for start in range(0, len(files), _OPEN_FILES):
-            with contextlib.ExitStack() as stack:
-                readers: dict[str, Reader] = {}
-                for file in files[start : start + _OPEN_FILES]:
-                    readers[file] = stack.enter_context(self.storage.open(self.folder / file, once=self.once))
-                    if work.verify:
-                        self.verifier.check_header(readers[file], file)
-                small = (
-                    partial(self._batch, each, readers[each.file], work) for each in batches if each.file in readers
-                )
-                jobs = itertools.chain(self._jobs(others, readers, work), small)
-                read_nbytes += sum(run_jobs(jobs, num_threads))
-        return read_nbytes
+        as_stored, scattered = _split_by_box(others)
+        stretches: dict[str, list[_Stretch]] = {}
+        for file, stretch in chain(self._small(batches, work), self._large(as_stored, work)):
+            stretches.setdefault(file, []).append(stretch)
+        streams = (
+            partial(self._read, file, [each.work for each in stream])
+            for file, found in sorted(stretches.items())
+            for stream in _streams(found, -(-nbytes // num_threads))
+        )
+        gathers = (partial(self._read, file, [run]) for file, run in self._gather(scattered, work))
+        return sum(run_jobs(chain(streams, gathers), num_threads))
 
-    def _jobs(
-        self, items: Sequence[ReadItem], readers: dict[str, Reader], work: _Pass
-    ) -> Iterator[Callable[[], int]]:
-        for item in items:
-            for piece in item.pieces:
-                if piece.file not in readers:
-                    continue
-                checks = self.verifier.checks(piece) if work.verify else NoChecks()
-                source = PieceSource(readers[piece.file], piece.offset, item.entry.dtype, checks)
-                for batch in intersect(item.region, piece.region):
-                    for runs in _split_run(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
-                        yield partial(self._run, work.act, item, piece, source, runs)
+    def _read(self, file: str, work: Sequence[_Work]) -> int:
+        with self.storage.open(self.folder / file) as reader:
+            return sum(each(reader) for each in work)
 
-    def _run(self, act: _Act, item: ReadItem, piece: Piece, source: PieceSource, runs: Runs) -> int:
+    def _small(self, batches: Sequence[Batch], work: _Pass) -> Iterator[tuple[str, _Stretch]]:
+        for batch in batches:
+            low, high = batch.extent
+            yield batch.file, _Stretch(low, high - low, partial(self._batch, batch, work))
+
+    def _large(self, found: Sequence[tuple[ReadItem, Piece]], work: _Pass) -> Iterator[tuple[str, _Stretch]]:
+        for item, piece in found:
+            itemsize = item.entry.dtype.itemsize
+            for batch in intersect(item.region, piece.region):  # one run, as the boxes are equal
+                for runs in _split_run(batch, _JOB_NBYTES // itemsize):
+                    begin, nbytes = piece.offset + int(runs.source[0]) * itemsize, int(runs.length[0]) * itemsize
+                    yield piece.file, _Stretch(begin, nbytes, partial(self._run, item, piece, runs, work))
+
+    def _gather(self, found: Sequence[tuple[ReadItem, Piece]], work: _Pass) -> Iterator[tuple[str, _Work]]:
+        for item, piece in found:
+            for batch in intersect(item.region, piece.region):
+                for runs in _split_run(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
+                    yield piece.file, partial(self._run, item, piece, runs, work)
+
+    def _run(self, item: ReadItem, piece: Piece, runs: Runs, work: _Pass, reader: Reader) -> int:
+        checks = self.verifier.checks(piece) if work.verify else NoChecks()
         with self.verifier.locate_errors(piece):
-            return act(item, source, runs)
+            return work.act(item, PieceSource(reader, piece.offset, item.entry.dtype, checks), runs)
 
-    def _batch(self, batch: Batch, reader: Reader, work: _Pass) -> int:
+    def _batch(self, batch: Batch, work: _Pass, reader: Reader) -> int:
         unverified = [piece for piece in batch.pieces if work.verify and not self.verifier.is_sound(piece)]
         if not unverified and not work.copy:
             return 0
@@ -121,6 +148,32 @@ class ReadRunner:
         if work.copy:
             batch.fill(data)
         return sum(piece.nbytes for piece in batch.pieces)
+
+
+def _split_by_box(
+    items: Sequence[ReadItem],
+) -> tuple[list[tuple[ReadItem, Piece]], list[tuple[ReadItem, Piece]]]:
+    """The pieces of the items that are wanted as one run, and those whose box differs from the wanted one."""
+    as_stored: list[tuple[ReadItem, Piece]] = []
+    scattered: list[tuple[ReadItem, Piece]] = []
+    for item in items:
+        for piece in item.pieces:
+            (as_stored if item.region.box == piece.region.box else scattered).append((item, piece))
+    return as_stored, scattered
+
+
+def _streams(stretches: list[_Stretch], limit: int) -> Iterator[list[_Stretch]]:
+    """The stretches of a file in order, cut where `limit` bytes are reached."""
+    stream: list[_Stretch] = []
+    nbytes = 0
+    for each in sorted(stretches, key=lambda each: each.offset):
+        stream.append(each)
+        nbytes += each.nbytes
+        if nbytes >= limit:
+            yield stream
+            stream, nbytes = [], 0
+    if stream:
+        yield stream
 
 
 def _split_run(runs: Runs, limit: int) -> Iterator[Runs]:

@@ -1,18 +1,15 @@
-"""Local files: reading and writing past the page cache.
+"""Local files: writing past the page cache, reading through it.
 
-Problem.  A save writes each byte once, a load reads it once.  Through the page cache, each byte is first copied into
-a fresh page.  That costs more processor time than hashing the byte, and evicts what the training had cached.
+Problem.  A save writes each byte once.  Through the page cache, each byte is first copied into a fresh page.  That
+costs more processor time than hashing the byte, and evicts what the training had cached.
 
-Design.  `LocalWriter` collects bytes in an aligned buffer and writes it with O_DIRECT while another thread fills its
-own buffer.  `DirectReader` reads with O_DIRECT into an aligned buffer of the reading thread, except for ranges that
-are in the page cache already (RWF_NOWAIT).  Measured on a virtual disk: half the processor time of a load.  Where
-O_DIRECT is not supported (tmpfs), and for ranges too small or unaligned, plain I/O is used.  `PlainReader` suits
-bytes that are read more than once: several ranks of a host read the same bytes, or a load verifies everything first.
-The rules of storage.Writer hold either way: nothing survives a power cut before `sync`.
+Design.  `LocalWriter` collects bytes in an aligned buffer, which a thread of its own writes with O_DIRECT while the
+caller fills a second one, so that the disk never waits for hashing and copying.  Where O_DIRECT is not supported
+(tmpfs), and for the end of a file, writes are plain.  The rules of storage.Writer hold either way: nothing survives a
+power cut before `sync`.  `PlainReader` reads through the page cache; loading/run_reads.py says why.
 
-Rejected: O_DIRECT from and into tensor memory (neither the tensors nor the offsets in a safetensors file are
-aligned); mapping the file (a page fault per 4 KiB, and a disk error becomes a signal); starting write-back early with
-posix_fadvise (measured at a third of the speed).
+Rejected: O_DIRECT from tensor memory (neither the tensors nor the offsets in a safetensors file are aligned);
+starting write-back early with posix_fadvise (measured at a third of the speed); allocating the file first (no gain).
 """
 
 from __future__ import annotations
@@ -30,14 +27,11 @@ from typing import final
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
-STEP_NBYTES = 4 << 20  # direct read size: a multiple of any file system's block
-LEAST_NBYTES = 256 << 10  # smaller ranges are not worth an aligned read around them
-BUFFER_NBYTES = 8 << 20  # write buffer: a multiple of any file system's block
+BUFFER_NBYTES = 4 << 20  # of each of two write buffers: a multiple of any file system's block
+LEAST_NBYTES = 256 << 10  # smaller files and ends of files are not worth a direct write
 _BLOCK_NBYTES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 @final
@@ -185,12 +179,12 @@ def _set_direct(fd: int, direct: int) -> None:
 @final
 @attrs.define(eq=False)
 class PlainReader:
-    """Reads through the page cache."""
+    """Reads through the page cache, which reads ahead."""
 
     path: Path
     fd: int
     nbytes: int
-    step_nbytes: int = 1 << 20  # read, then hashed, at once: fits a core's cache
+    step_nbytes: int = 512 << 10  # read, then hashed, at once: fits a core's cache
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")
@@ -206,92 +200,6 @@ class PlainReader:
 
     def __exit__(self, *exc: object) -> None:
         os.close(self.fd)
-
-
-@final
-class _ThreadBuffer(threading.local):
-    """An aligned buffer per thread."""
-
-    def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, STEP_NBYTES + 2 * _BLOCK_NBYTES)
-
-    def view(self, nbytes: int) -> memoryview:
-        return memoryview(self.memory)[:nbytes]
-
-    def array(self, start: int, stop: int) -> NDArray[np.uint8]:
-        return np.frombuffer(self.memory, np.uint8)[start:stop]
-
-
-@final
-@attrs.define(eq=False)
-class DirectReader:
-    """Reads past the page cache, except what is cached already.  Owns `plain` and `fd`, two handles of one file."""
-
-    plain: PlainReader
-    fd: int  # opened with O_DIRECT; -1: not supported
-    buffer: _ThreadBuffer = attrs.field(factory=_ThreadBuffer)
-    step_nbytes: int = STEP_NBYTES
-
-    @classmethod
-    def over(cls, plain: PlainReader) -> DirectReader | PlainReader:
-        """A direct reader of the same file, or `plain` where O_DIRECT is not supported."""
-        try:
-            fd = os.open(plain.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | _O_DIRECT)
-        except OSError:
-            return plain
-        if not _O_DIRECT or not os.path.sameopenfile(fd, plain.fd):
-            os.close(fd)
-            return plain
-        return cls(plain, fd)
-
-    @property
-    def nbytes(self) -> int:
-        return self.plain.nbytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        data = buffer.cast("B")
-        for start in range(0, len(data), STEP_NBYTES):
-            part = data[start : start + STEP_NBYTES]
-            if (
-                len(part) < LEAST_NBYTES
-                or self._is_cached(offset + start, part)
-                or not self._read_direct(offset + start, part)
-            ):
-                self.plain.read_into(offset + start, part)
-
-    def _is_cached(self, offset: int, part: memoryview) -> bool:
-        """True if the first and the last byte are in the page cache: a heuristic that costs microseconds."""
-        try:
-            ends = [(offset, part[:1]), (offset + len(part) - 1, part[-1:])]
-            return bool(_NOWAIT) and all(os.preadv(self.plain.fd, [one], at, _NOWAIT) == 1 for at, one in ends)
-        except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: unknown
-            return False
-
-    def _read_direct(self, offset: int, part: memoryview) -> bool:
-        """Read the whole blocks around the part and copy it; False if that is not possible here."""
-        if self.fd < 0:
-            return False
-        skip = offset % _BLOCK_NBYTES
-        nbytes = -(-(skip + len(part)) // _BLOCK_NBYTES) * _BLOCK_NBYTES
-        try:
-            count = os.preadv(self.fd, [self.buffer.view(nbytes)], offset - skip)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                error.filename = error.filename or str(self.plain.path)
-                raise
-            return False  # the file system accepts the flag and rejects the read
-        if count < skip + len(part):  # interrupted, or the file is shorter: the plain read distinguishes the two
-            return False
-        into = np.frombuffer(part, np.uint8)
-        np.copyto(into, self.buffer.array(skip, skip + len(part)))  # releases the interpreter's lock
-        return True
-
-    def __enter__(self) -> DirectReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.fd)
-        self.plain.__exit__(*exc)
 
 
 class path_in_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a verb
