@@ -18,9 +18,7 @@ Rejected: a second process (needs another copy of the state, and dies with its p
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import mmap
 import os
 import threading
 import warnings
@@ -44,6 +42,7 @@ from zckpt.saving.plan import SaveRequest
 from zckpt.saving.retention import KEEP_ALL, RetentionPolicy
 from zckpt.saving.save import SaveContent, SaveJob, run_save
 from zckpt.sources.views import VIEWS_KEY, Tensors, plan_restore
+from zckpt.storage.local_files import huge_pages
 from zckpt.storage.storage import LOCAL, Storage
 
 _ALIGN_NBYTES = 64
@@ -327,11 +326,7 @@ def _allocate(nbytes: int, pinned: bool) -> Tensor:
     """(nbytes,) uint8; on huge pages where the system supports them, as page faults dominate the cost."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    room = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # not every kernel supports them
-            room.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(room, dtype=torch.uint8)
+    return torch.frombuffer(huge_pages(nbytes), dtype=torch.uint8)
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:

@@ -19,6 +19,7 @@ from zckpt.format.safetensors_layout import FileLayout, TensorPart
 from zckpt.storage.storage import Reader, Writer
 
 _DEVICE_NBYTES = 8 << 20  # bytes copied from a GPU at once
+_STEP_NBYTES = 256 << 10  # hashed, then copied, at once: fits a core's cache
 _SMALL_NBYTES = 16 << 10  # largest part that is joined with its neighbours
 _JOINABLE = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32})
 
@@ -65,11 +66,11 @@ def _write_small(writer: Writer, group: list[tuple[TensorPart, Tensor]]) -> list
 
 
 def _write_one(writer: Writer, part: TensorPart, tensor: Tensor) -> str:
-    chunk, found = chunks.chunk_nbytes(part.nbytes), []
-    for data in host_chunks(tensor):
-        found.append(chunks.digests(data, chunk))
+    hasher = chunks.Hasher(chunks.chunk_nbytes(part.nbytes))
+    for data in host_chunks(tensor, _STEP_NBYTES):
+        hasher.update(data)
         writer.write(data)
-    return "".join(found)
+    return hasher.digests()
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
