@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import xxhash
@@ -82,6 +83,24 @@ def test_what_was_written_is_read() -> None:
     assert schema.decode(encode(manifest()), PATH) == manifest()
     assert schema.decode(forge(document()), PATH) == manifest()
     assert schema.read_summary(encode(manifest()), PATH) == schema.ManifestSummary("t", 3, "0123456789abcdef")
+
+
+def test_a_manifest_that_is_to_be_written_is_judged_by_its_values() -> None:
+    schema.check(manifest(), PATH)
+    whole, entry = manifest(), manifest().tensors["w"]
+    for change_, words in (
+        ({"checksum": "A" * 16}, r"tensors\['w'\].pieces\[1\].*not hex digits"),
+        ({"checksum": "a" * 32}, "has 32 digits; 1 chunks have 16"),
+        ({"nbytes": 12}, "bytes 12 for 2 elements"),
+        ({"offset": 84}, "piece 'w2' begins at byte 84, expected 80"),
+        ({"file": "x.safetensors"}, "no file 'x.safetensors'"),
+        ({"key": "w1"}, "two pieces have one key"),
+    ):
+        pieces = entry.pieces[0], attrs.evolve(entry.pieces[1], **change_)
+        bad = attrs.evolve(whole, tensors={**whole.tensors, "w": attrs.evolve(entry, pieces=pieces)})
+        with pytest.raises(CheckpointCorrupt, match=words) as caught:
+            schema.check(bad, PATH)
+        assert str(caught.value).startswith(f"{PATH}: ")
 
 
 PIECE = ("tensors", "w", "pieces", 0)

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from zckpt import CheckpointInputError
-from zckpt.format import safetensors_layout
+from zckpt.format import canonical, safetensors_layout
 from zckpt.format.chunks import chunk_nbytes
 from zckpt.format.regions import Region, whole_box
 from zckpt.format.safetensors_layout import _NAMES, TensorPart, place_parts
@@ -78,6 +78,18 @@ def test_layout_says_where_each_part_begins_and_where_the_file_ends(tmp_path: Pa
         assert offset % p.dtype.itemsize == 0
         assert data[offset : offset + p.nbytes] == tensor.view(torch.uint8).numpy().tobytes()
         assert checksum == xxhash.xxh3_64_hexdigest(data[offset : offset + p.nbytes])
+
+
+def test_the_header_is_what_the_canonical_writer_would_write() -> None:
+    names = ['quote " and \\', "ä", "W", "__metadata__2", "w.10", "w.9"]
+    parts = [part(name, torch.float32, (2, 3)) for name in names]
+    parts.append(part("w", torch.float32, (4, 3), ((2, 4), (0, 3)), (1, 5)))
+    header = place_parts(parts, {"b": "2", "a": '"'}).header
+    assert len(header) % 8 == 0
+    told = canonical.load(header[8:])
+    assert canonical.dump(told) == header[8:].rstrip(b" ")
+    assert told["w@[2:4, 0:3](1:5)"] == {"dtype": "F32", "shape": [4], "data_offsets": [144, 160]}
+    assert told["__metadata__"] == {"a": '"', "b": "2"}
 
 
 def test_small_neighbours_are_written_together_with_the_bytes_and_checksums_of_each(tmp_path: Path) -> None:

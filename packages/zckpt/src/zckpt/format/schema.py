@@ -17,6 +17,7 @@ import attrs
 
 from zckpt.errors import CheckpointCorrupt, CheckpointInputError
 from zckpt.format import canonical
+from zckpt.format import manifest as manifests
 from zckpt.format.canonical import JSON
 from zckpt.format.chunks import DIGITS, num_chunks
 from zckpt.format.manifest import (
@@ -56,6 +57,29 @@ def decode(data: bytes, path: Path) -> Manifest:
         return _manifest(_top(data))
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
+
+
+def check(manifest: Manifest, path: Path) -> None:
+    """Check the values of a manifest that is to be written, as `decode` does; its addresses come from a checked plan.
+
+    Raises CheckpointCorrupt.
+    """
+    try:
+        for name, entry in manifest.tensors.items():
+            for number, piece in enumerate(entry.pieces):
+                nbytes = piece.region.numel * entry.dtype.itemsize
+                is_sound = 0 < nbytes == piece.nbytes and _HASHES.fullmatch(piece.checksum)
+                if not is_sound or len(piece.checksum) != DIGITS * num_chunks(nbytes, piece.chunk_nbytes):
+                    _piece_at(name, number, piece, entry)
+        _check_files(manifest)
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
+
+
+def _piece_at(name: str, number: int, piece: Piece, entry: TensorEntry) -> None:
+    """Raise the error of `decode` for a piece."""
+    where = Node(canonical.load(manifests.piece_text(piece).encode()), f"tensors[{name[:80]!r}].pieces[{number}]")
+    _piece(where, entry.shape, entry.dtype.itemsize)
 
 
 @attrs.frozen

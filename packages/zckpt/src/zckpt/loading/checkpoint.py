@@ -31,6 +31,7 @@ from zckpt.format.canonical import JSON
 from zckpt.format.manifest import FILE_NAME, Described, Manifest
 from zckpt.format.schema import ManifestSummary
 from zckpt.format.shard import ShardLike, whole
+from zckpt.gc_pause import collector_paused
 from zckpt.loading.plan_reads import (
     LoadReport,
     ReadItem,
@@ -76,6 +77,7 @@ class Checkpoint(Described):
             )
         return self.manifest.rank_objects[rank]
 
+    @collector_paused()
     def read(
         self,
         wanted: Iterable[ShardLike],

@@ -16,6 +16,7 @@ reads again what is cached; mapped files, where a disk error is a signal.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -51,13 +52,12 @@ class _Stretch:
     work: _Work
 
 
-@attrs.frozen
-class _Pass:
+class _Pass(enum.Enum):
     """What one pass over the bytes does."""
 
-    act: Callable[[ReadItem, PieceSource, Runs], int]  # returns the bytes read
-    verify: bool  # compare checksums
-    copy: bool  # fill the tensors
+    VERIFY = "compare checksums"
+    FILL = "fill the tensors"
+    FILL_VERIFIED = "compare checksums, then fill the tensors"
 
 
 @final
@@ -73,24 +73,16 @@ class ReadRunner:
 
     def fill(self, items: Sequence[ReadItem], verify: bool) -> int:
         """Fill the tensors of the items; return the bytes read.  Raises CheckpointCorrupt at the first bad chunk."""
-
-        def act(item: ReadItem, source: PieceSource, runs: Runs) -> int:
-            return fill(item.shard.tensor.detach(), source, [runs], self.scratch)
-
-        return self._each(items, _Pass(act, verify, copy=True))
+        return self._each(items, _Pass.FILL_VERIFIED if verify else _Pass.FILL)
 
     def verify(self, items: Sequence[ReadItem]) -> int:
         """Read and verify the bytes that `fill` would read, without modifying a tensor; return the bytes read."""
-
-        def act(item: ReadItem, source: PieceSource, runs: Runs) -> int:
-            return verify_runs(source, [runs], self.scratch)
-
-        return self._each(items, _Pass(act, verify=True, copy=False))
+        return self._each(items, _Pass.VERIFY)
 
     def _each(self, items: Sequence[ReadItem], work: _Pass) -> int:
         nbytes = sum(item.region.numel * item.entry.dtype.itemsize for item in items)
         num_threads = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES)
-        for file in sorted({piece.file for item in items for piece in item.pieces}) if work.verify else ():
+        for file in sorted({piece.file for item in items for piece in item.pieces}) if work is not _Pass.FILL else ():
             if file not in self.verifier.headers:
                 with self.storage.open(self.folder / file) as reader:
                     self.verifier.check_header(reader, file)
@@ -131,13 +123,16 @@ class ReadRunner:
                     yield piece.file, partial(self._run, item, piece, runs, work)
 
     def _run(self, item: ReadItem, piece: Piece, runs: Runs, work: _Pass, reader: Reader) -> int:
-        checks = self.verifier.checks(piece) if work.verify else NoChecks()
+        checks = NoChecks() if work is _Pass.FILL else self.verifier.checks(piece)
+        source = PieceSource(reader, piece.offset, item.entry.dtype, checks)
         with self.verifier.locate_errors(piece):
-            return work.act(item, PieceSource(reader, piece.offset, item.entry.dtype, checks), runs)
+            if work is _Pass.VERIFY:
+                return verify_runs(source, [runs], self.scratch)
+            return fill(item.shard.tensor.detach(), source, [runs], self.scratch)
 
     def _batch(self, batch: Batch, work: _Pass, reader: Reader) -> int:
-        unverified = [piece for piece in batch.pieces if work.verify and not self.verifier.is_sound(piece)]
-        if not unverified and not work.copy:
+        unverified = [] if work is _Pass.FILL else [each for each in batch.pieces if not self.verifier.is_sound(each)]
+        if not unverified and work is _Pass.VERIFY:
             return 0
         low, high = batch.extent
         data = self.scratch.bytes(high - low)
@@ -145,7 +140,7 @@ class ReadRunner:
         reader.read_into(low, view)
         for piece in unverified:
             self.verifier.check_small(piece, view[piece.offset - low : piece.offset - low + piece.nbytes])
-        if work.copy:
+        if work is not _Pass.VERIFY:
             batch.fill(data)
         return sum(piece.nbytes for piece in batch.pieces)
 

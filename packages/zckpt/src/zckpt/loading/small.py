@@ -4,7 +4,7 @@ Problem.  A model may have tens of thousands of biases, norms and step counts.  
 cost a hundred times more than their bytes.
 
 Design.  A tensor of at most 64 KiB that is wanted as it is stored, one piece, joins a `Batch`: neighbours in a file,
-read by one call, each verified with its own checksums, and copied by one call of torch for all.  Everything else goes
+read by one call, each verified with its own checksums, and copied from one buffer.  Everything else goes
 through copy.py.  A batch fits a core's cache.
 
 Rejected: scattering the read into the tensors (preadv): an address for each tensor costs as much as its copy.
@@ -43,19 +43,15 @@ class Batch:
     def fill(self, data: Tensor) -> None:
         """Copy the bytes of the extent, (n,) uint8 on the CPU, into the tensors of the items."""
         low = self.pieces[0].offset
-        targets: dict[torch.device, list[Tensor]] = defaultdict(list)
-        sources: dict[torch.device, list[Tensor]] = defaultdict(list)
         for first, last in self._stretches():
             items, dtype = self.items[first:last], self.items[first].entry.dtype
             begin, stop = self.pieces[first].offset - low, self.pieces[last - 1].offset + self.pieces[last - 1].nbytes
             values = data[begin : stop - low]
             values = (values if begin % dtype.itemsize == 0 else values.clone()).view(dtype)
-            device = items[0].shard.tensor.device
-            sources[device] += values.to(device).split([item.region.numel for item in items])
-            targets[device] += [item.shard.tensor for item in items]
-        with torch.no_grad():
-            for device, tensors in targets.items():
-                torch._foreach_copy_(tensors, sources[device])
+            values = values.to(items[0].shard.tensor.device)
+            with torch.no_grad():
+                for item, source in zip(items, torch.split(values, [item.region.numel for item in items])):
+                    item.shard.tensor.copy_(source)
 
     def _stretches(self) -> Iterator[tuple[int, int]]:
         """Items of one dtype and device whose bytes touch: [first, last)."""
