@@ -55,8 +55,8 @@ class Counting:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def open(self, path: Path) -> Reader:
-        return CountingReader(self.inner.open(path), self.nbytes_read if "rank" in path.name else [])  # type: ignore[return-value]
+    def open(self, path: Path, *, once: bool = False) -> Reader:
+        return CountingReader(self.inner.open(path, once=once), self.nbytes_read if "rank" in path.name else [])  # type: ignore[return-value]
 
 
 @attrs.frozen(eq=False)

@@ -37,6 +37,7 @@ from zckpt.loading.plan_reads import (
     ReadItem,
     ReadRequest,
     check_problems,
+    is_disjoint,
     merge_plans,
     plan_read,
     whole_item,
@@ -121,7 +122,8 @@ class Checkpoint(Described):
         report, problems = merge_plans(answers, self.manifest, reading.ignore)
         check_problems(problems, strict=reading.on_mismatch == "raise", where=f"checkpoint {self.path}")
         items = plans[0].items
-        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers)
+        once = reading.verify != "first" and is_disjoint(answers, self.manifest)
+        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, once=once)
         if reading.verify == "first":
             vote.run("verifying", lambda: runner.verify(items))
 

@@ -62,11 +62,17 @@ class ReadPlan:
     missing: dict[str, str]  # name -> dtype and shape, as wanted
     unfit: dict[str, tuple[str, ...]]  # kind ("shape", "dtype") -> lines
 
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that are wanted."""
+        return sum(item.region.numel * item.entry.dtype.itemsize for item in self.items)
+
     def as_json(self) -> JSON:
         return {
             "names": list(self.names),
             "missing": self.missing,
             "unfit": {kind: list(lines) for kind, lines in self.unfit.items()},
+            "nbytes": self.nbytes,
         }
 
 
@@ -140,6 +146,11 @@ def merge_plans(
         "of another dtype": [line for line, kind in unfit.items() if kind == "dtype"],
     }
     return report, problems
+
+
+def is_disjoint(answers: Sequence[JSON], manifest: Manifest) -> bool:
+    """True if ranks read mostly different bytes: together at most 1.25 times the checkpoint."""
+    return sum(int(answer["nbytes"]) for answer in answers) <= 1.25 * manifest.nbytes
 
 
 def check_problems(problems: Mapping[str, Sequence[str]], *, strict: bool, where: str) -> None:

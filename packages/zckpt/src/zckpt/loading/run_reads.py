@@ -9,9 +9,10 @@ of equal bytes, with a file descriptor of its own.  The elements of other boxes 
 gathered run by run (copy.py), in jobs that are made on demand, as there may be millions of runs.  `fill` copies the
 bytes into the live tensors, `verify` only compares their checksums.
 
-Everything goes through the page cache: `verify="first"` reads the disk once, and ranks of a host share their reads.
-Rejected: O_DIRECT, which is half as fast where the kernel has large folios, leaves nothing for the second pass, and
-reads again what is cached; mapped files, where a disk error is a signal.
+Reads go through the page cache: `verify="first"` reads the disk once, and ranks of a host share their reads.  Bytes
+that nobody reads twice bypass it where fresh pages are expensive (storage/local_files.py).  Rejected: O_DIRECT
+always, which is half as fast where the kernel has large folios, and leaves nothing for a second load; mapped files,
+where a disk error is a signal.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class ReadRunner:
     verifier: Verifier
     num_threads: int
     scratch: Scratch = attrs.field(factory=Scratch)
+    once: bool = False  # each byte is read once, by this process only
 
     def fill(self, items: Sequence[ReadItem], verify: bool) -> int:
         """Fill the tensors of the items; return the bytes read.  Raises CheckpointCorrupt at the first bad chunk."""
@@ -100,7 +102,7 @@ class ReadRunner:
         return sum(run_jobs(chain(streams, gathers), num_threads))
 
     def _read(self, file: str, work: Sequence[_Work]) -> int:
-        with self.storage.open(self.folder / file) as reader:
+        with self.storage.open(self.folder / file, once=self.once) as reader:
             return sum(each(reader) for each in work)
 
     def _small(self, batches: Sequence[Batch], work: _Pass) -> Iterator[tuple[str, _Stretch]]:

@@ -87,7 +87,7 @@ class RemoteStorage:
     def free_bytes(self, folder: Path) -> int:
         return _UNKNOWN_FREE
 
-    def open(self, path: Path) -> Reader:
+    def open(self, path: Path, *, once: bool = False) -> Reader:
         native = self._native(path)
         if self._kind(native, path) is not PathKind.FILE:
             raise OSError(errno.EINVAL, "not a plain file", str(path))

@@ -54,9 +54,9 @@ class FaultyStorage:
         self.before("free_bytes", folder)
         return self.inner.free_bytes(folder)
 
-    def open(self, path: Path) -> Reader:
+    def open(self, path: Path, *, once: bool = False) -> Reader:
         self.before("open", path)
-        return _FaultyReader(self.inner.open(path), path, self.before)
+        return _FaultyReader(self.inner.open(path, once=once), path, self.before)
 
     def create(self, path: Path) -> Writer:
         self.before("create", path)

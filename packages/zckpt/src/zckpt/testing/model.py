@@ -114,7 +114,7 @@ class ModelStorage:
     def free_bytes(self, folder: Path) -> int:
         return self.free
 
-    def open(self, path: Path) -> ModelReader:
+    def open(self, path: Path, *, once: bool = False) -> ModelReader:
         with self.mutex:
             return ModelReader(path, self._file(path).data)
 
