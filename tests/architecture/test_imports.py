@@ -250,7 +250,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "build/agreement.py": {"zcomm": {"all_gather_object"}, "zpartition": {"FullTensors", "expert_shards_of"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
     "checkpoint/save_load.py": {
-        "zckpt": {"ReadRequest", "rng", "whole"},
+        "zckpt": {"ReadRequest", "collector_paused", "rng", "whole"},
         "zpartition": {"number_forms", "state_shards"},
     },
     "deepspeed/utils/state_files.py": {"zckpt": {"find", "Checkpoint", "whole"}},
@@ -275,7 +275,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     "checkpoint/restore.py": {
         "zckpt": {"CheckpointStateError", "MemoryCheckpoint", "Node", "rng"},
-        "zpartition": {"make_state"},
+        "zpartition": {"Shard", "make_state"},
     },
     "checkpoint/consensus.py": {
         "zckpt": {

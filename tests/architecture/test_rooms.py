@@ -37,7 +37,18 @@ ORDER = {
         "optimizers",
     ],
     "zckpt": [
-        *("errors", "format", "ranks", "sources", "storage", "loading", "testing", "saving", "interchange"),
+        *(
+            "errors",
+            "gc_pause",
+            "format",
+            "ranks",
+            "sources",
+            "storage",
+            "loading",
+            "testing",
+            "saving",
+            "interchange",
+        ),
         *("cli", "__main__"),
     ],
     "zengine": [

@@ -7,17 +7,19 @@ in fp32 (12 bytes each).  All contenders move the same bytes, take turns after o
 barrier to the end of the last rank; the result is the median of the rounds.
 
     raw         one file for each of two threads per rank, 8 MiB at a time through the page cache, fsync of file and
-                folder; read by four threads per rank into allocated memory.  The lower bound.
-    raw direct  the same with O_DIRECT and one thread per file
+                folder; read by two threads per file, a half each, into allocated memory
+    raw direct  the same with O_DIRECT
     zckpt       save() and Checkpoint.read() with defaults: durable on return, every byte hashed, in place
     no hash     save() without checksums, read(verify=False)
     first       read(verify="first"): verifies all bytes before it modifies a tensor
+    torch       torch.save and torch.load, a file per rank, with an fsync; a CRC-32
     DCP         torch.distributed.checkpoint, two threads; fsyncs files, no checksums
     DeepSpeed   its default checkpoint engine, if it can be imported: no fsync, no checksums; every rank loads the
                 file it wrote; and the same with an fsync, without which a save returns before anything is on disk
 
-Before a load, the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), as
-dropping all caches needs privileges; the host of a virtual machine may still cache them.
+Before a cold load, the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), as
+dropping all caches needs privileges; the host of a virtual machine may still cache them.  Before a warm load, every
+file is read through the page cache.  "of floor" compares with the faster of raw and raw direct.
 
 A background save is compared with one copy of the same tensors into allocated memory (torch, same threads): `blocked`
 is the duration of the call, `whole` the time until it is durable.  `extra` is the peak increase of a rank's resident
@@ -42,7 +44,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contenders import CONTENDERS, State
+from contenders import CONTENDERS, PIECE, State
 
 import zckpt
 
@@ -57,6 +59,15 @@ def drop(folder: Path) -> None:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
+
+
+def warm_up(folder: Path) -> None:
+    """The files of a folder into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.read(PIECE):
+                    pass
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -94,7 +105,9 @@ def race(
         except ImportError:
             continue
     expected = [float(each.sum()) for each in state.tensors]
-    times: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": [], "extra": []} for name in made}
+    times: dict[str, dict[str, list[float]]] = {
+        name: {"save": [], "load": [], "warm": [], "extra": []} for name in made
+    }
     end = time.monotonic() + 60 * minutes
     for number in range(rounds + 1):  # the first round warms up
         late = torch.tensor([float(number > 1 and time.monotonic() > end)])
@@ -112,8 +125,12 @@ def race(
             if rank == 0:
                 drop(each.folder)
             load = timed(each.load)
+            dist.barrier()
+            if rank == 0:
+                warm_up(each.folder)
+            warm = timed(each.load)
             if number:
-                for key, value in (("save", save), ("load", load), ("extra", extra[0])):
+                for key, value in (("save", save), ("load", load), ("warm", warm), ("extra", extra[0])):
                     times[name][key].append(value)
         dist.barrier()
     if not state.is_intact(expected):
@@ -176,12 +193,17 @@ def medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, flo
 
 
 def table(nbytes: int, middle: dict[str, dict[str, float]]) -> str:
-    lines = ["| contender | save GB/s | of raw | load GB/s | of raw | extra MB a rank |", "|---|---|---|---|---|---|"]
-    floor = middle.get("raw") or next(iter(middle.values()))
+    lines = [
+        "| contender | save GB/s | of floor | cold load GB/s | of floor | warm load GB/s | extra MB a rank |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    raw = [middle[name] for name in ("raw", "raw direct") if name in middle] or [next(iter(middle.values()))]
+    floor = {way: min(each[way] for each in raw) for way in ("save", "load")}
     for name, each in middle.items():
         if "save" in each:
             cells = [f"{nbytes / 1e9 / each[way]:.2f} | {floor[way] / each[way]:.2f}" for way in ("save", "load")]
-            lines.append(f"| {name} | {' | '.join(cells)} | {each['extra'] / 1e6:.0f} |")
+            warm = f"{nbytes / 1e9 / each['warm']:.2f}"
+            lines.append(f"| {name} | {' | '.join(cells)} | {warm} | {each['extra'] / 1e6:.0f} |")
     notes = []
     if "no hash" in middle and "zckpt" in middle:
         share = 1 - middle["no hash"]["save"] / middle["zckpt"]["save"]
@@ -228,7 +250,9 @@ def main() -> None:
             f"# Saving and loading beside the disk and the peers\n\n{os.cpu_count()} cores, Linux "
             f"{platform.release()}, torch {torch.__version__}, {date.today()}. {measured['nbytes'] / 1e9:.2f} GB on "
             f"{options.ranks} ranks, medians of {rounds} interleaved rounds, load of other work {load:.1f} at "
-            "the start. Made by bench/save.py, which describes the contenders.\n\n"
+            "the start. Made by bench/save.py, which describes the contenders: "
+            f"`python packages/zckpt/bench/save.py FOLDER --params {options.params} --ranks {options.ranks} --rounds "
+            f"{options.rounds} --minutes {options.minutes:g}`.\n\n"
         )
         (RESULTS / f"{options.out}.md").write_text(head + text)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from zckpt.format.nodes import Node
     from zckpt.format.shard import Shard, ShardLike, whole
+    from zckpt.gc_pause import collector_paused
     from zckpt.loading.checkpoint import Checkpoint, open_checkpoint
     from zckpt.loading.load import Loaded, load
     from zckpt.loading.memory import MemoryCheckpoint
@@ -88,6 +89,7 @@ __all__ = [
     "Views",
     "WhenBusy",
     "__version__",
+    "collector_paused",
     "find",
     "group_peers",
     "list_checkpoints",
@@ -104,6 +106,7 @@ __all__ = [
 
 # Module -> public names in it.  They are imported on first use, so that `import zckpt` does not import torch.
 _EXPORTS = {
+    "gc_pause": "collector_paused",
     "errors": "CheckpointCorrupt CheckpointError CheckpointExists CheckpointInputError CheckpointMismatch "
     "CheckpointNotFound CheckpointReadError CheckpointStateError CheckpointWarning CheckpointWriteError",
     "format.nodes": "Node",

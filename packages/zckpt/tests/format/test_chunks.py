@@ -3,7 +3,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.format.chunks import BadChunk, ChunkChecks, NoChecks, chunk_nbytes, digests, num_chunks
+from zckpt.format.chunks import BadChunk, ChunkChecks, Hasher, NoChecks, chunk_nbytes, digests, num_chunks
 
 
 @given(st.integers(0, 1 << 40))
@@ -60,3 +60,13 @@ def test_unchecked_reads_what_is_wanted_and_believes_it() -> None:
 
 def test_num_chunks_rounds_up() -> None:
     assert [num_chunks(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("chunk", [1024, 4096, 16384])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 16384, 40_000])
+def test_data_in_parts_has_the_same_checksums(chunk: int, nbytes: int) -> None:
+    content = memoryview(bytes(i * i % 251 for i in range(nbytes)))
+    hasher = Hasher(chunk)
+    for start in range(0, nbytes, 4096):
+        hasher.update(content[start : start + 4096])
+    assert hasher.digests() == digests(content, chunk)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import xxhash
@@ -82,6 +83,24 @@ def test_what_was_written_is_read() -> None:
     assert schema.decode(encode(manifest()), PATH) == manifest()
     assert schema.decode(forge(document()), PATH) == manifest()
     assert schema.read_summary(encode(manifest()), PATH) == schema.ManifestSummary("t", 3, "0123456789abcdef")
+
+
+def test_a_manifest_that_is_to_be_written_is_judged_by_its_values() -> None:
+    schema.check(manifest(), PATH)
+    whole, entry = manifest(), manifest().tensors["w"]
+    for change_, words in (
+        ({"checksum": "A" * 16}, r"tensors\['w'\].pieces\[1\].*not hex digits"),
+        ({"checksum": "a" * 32}, "has 32 digits; 1 chunks have 16"),
+        ({"nbytes": 12}, "bytes 12 for 2 elements"),
+        ({"offset": 84}, "piece 'w2' begins at byte 84, expected 80"),
+        ({"file": "x.safetensors"}, "no file 'x.safetensors'"),
+        ({"key": "w1"}, "two pieces have one key"),
+    ):
+        pieces = entry.pieces[0], attrs.evolve(entry.pieces[1], **change_)
+        bad = attrs.evolve(whole, tensors={**whole.tensors, "w": attrs.evolve(entry, pieces=pieces)})
+        with pytest.raises(CheckpointCorrupt, match=words) as caught:
+            schema.check(bad, PATH)
+        assert str(caught.value).startswith(f"{PATH}: ")
 
 
 PIECE = ("tensors", "w", "pieces", 0)
@@ -211,3 +230,31 @@ def test_thousands_of_forgeries_raise_nothing_but_the_named_error() -> None:
         except CheckpointCorrupt:
             pass
     assert accepted < 300  # changes of objects, libraries or checksums make another legal manifest
+
+
+def test_entries_of_whole_tensors_are_judged_like_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way through `_plain_tensor` accepts nothing that the long way rejects, and reads the same."""
+
+    def outcome(data: bytes) -> object:
+        try:
+            return schema.decode(data, PATH)
+        except CheckpointCorrupt as error:
+            return str(error)
+
+    random_, seen, real = random.Random(1), [], schema._plain_tensor
+
+    def spy(value: Any) -> Any:
+        seen.append(real(value))
+        return seen[-1]
+
+    for _ in range(600):
+        doc = document()
+        whole = {"file": FILE, "key": "w", "box": [[0, 2], [0, 3]], "span": [0, 6], "offset": 64, "bytes": 24}
+        doc["tensors"]["w"]["pieces"] = [{**whole, "chunk_bytes": 4096, "xxh3_64": "a" * 16}]
+        mutate(doc["tensors"], random_)
+        data = forge(doc)
+        monkeypatch.setattr(schema, "_plain_tensor", spy)
+        short = outcome(data)
+        monkeypatch.setattr(schema, "_plain_tensor", lambda value: None)
+        assert outcome(data) == short, doc["tensors"]
+    assert sum(each is not None for each in seen) > 300

@@ -7,7 +7,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from zckpt import CheckpointInputError
-from zckpt.format import safetensors_layout
+from zckpt.format import canonical, safetensors_layout
+from zckpt.format.chunks import chunk_nbytes
 from zckpt.format.regions import Region, whole_box
 from zckpt.format.safetensors_layout import _NAMES, TensorPart, place_parts
 from zckpt.storage import safetensors_file as safefile
@@ -77,6 +78,48 @@ def test_layout_says_where_each_part_begins_and_where_the_file_ends(tmp_path: Pa
         assert offset % p.dtype.itemsize == 0
         assert data[offset : offset + p.nbytes] == tensor.view(torch.uint8).numpy().tobytes()
         assert checksum == xxhash.xxh3_64_hexdigest(data[offset : offset + p.nbytes])
+
+
+def test_the_header_is_what_the_canonical_writer_would_write() -> None:
+    names = ['quote " and \\', "ä", "W", "__metadata__2", "w.10", "w.9"]
+    parts = [part(name, torch.float32, (2, 3)) for name in names]
+    parts.append(part("w", torch.float32, (4, 3), ((2, 4), (0, 3)), (1, 5)))
+    header = place_parts(parts, {"b": "2", "a": '"'}).header
+    assert len(header) % 8 == 0
+    told = canonical.load(header[8:])
+    assert canonical.dump(told) == header[8:].rstrip(b" ")
+    assert told["w@[2:4, 0:3](1:5)"] == {"dtype": "F32", "shape": [4], "data_offsets": [144, 160]}
+    assert told["__metadata__"] == {"a": '"', "b": "2"}
+
+
+def test_small_neighbours_are_written_together_with_the_bytes_and_checksums_of_each(tmp_path: Path) -> None:
+    class Counting:
+        def __init__(self, path: Path) -> None:
+            self.inner, self.sizes = LOCAL.create(path), []
+
+        def write(self, data: memoryview) -> None:
+            self.sizes.append(len(data))
+            self.inner.write(data)
+
+        def sync(self) -> None:
+            self.inner.sync()
+
+    sizes = [3, 70_000, 5, 1, 2, 4096, 300_000, 7]
+    tensors = [torch.rand(n) for n in sizes]
+    tensors[3] = torch.view_as_complex(torch.rand(2)).conj().imag.reshape(1)  # its values are negated when read
+    assert tensors[3].is_neg()
+    layout = place_parts([part(f"t{i}", torch.float32, (n,)) for i, n in enumerate(sizes)], {})
+    writer = Counting(tmp_path / "f")
+    checksums = safefile.write(writer, layout, tensors)  # type: ignore[arg-type]
+    assert len(writer.sizes) < 20
+    data = (tmp_path / "f").read_bytes()
+    for tensor, start, checksum in zip(tensors, layout.offsets, checksums):
+        stored = data[start : start + tensor.nbytes]
+        assert stored == tensor.resolve_neg().numpy().tobytes()
+        chunk = chunk_nbytes(tensor.nbytes)
+        assert checksum == "".join(
+            xxhash.xxh3_64_hexdigest(stored[at : at + chunk]) for at in range(0, len(stored), chunk)
+        )
 
 
 def test_chunks_are_the_bytes_in_order_without_a_copy() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn, TypeAlias
 
 from zckpt.errors import CheckpointInputError
@@ -70,6 +71,11 @@ def _number(value: float, where: str) -> float:
 def dump(value: JSON) -> bytes:
     """ASCII JSON with sorted keys and no spaces: equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def quote(text: str) -> str:
+    """One string as `dump` writes it."""
+    return encode_basestring_ascii(text)
 
 
 def load(data: bytes) -> JSON:

@@ -35,7 +35,40 @@ def num_chunks(nbytes: int, chunk: int) -> int:
 
 def digests(data: memoryview, chunk: int) -> str:
     """Checksums of the chunks, joined: 16 lower-case hex digits each, most significant first."""
+    if 0 < len(data) <= chunk:  # most tensors, if there are many
+        return xxhash.xxh3_64_hexdigest(data)
     return "".join(xxhash.xxh3_64_hexdigest(data[start : start + chunk]) for start in range(0, len(data), chunk))
+
+
+@final
+class Hasher:
+    """`digests` of data that comes in parts; every part but the last is a divisor or a multiple of the chunk."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self.found: list[str] = []  # of whole chunks
+        self.begun = xxhash.xxh3_64()  # of a chunk of which `held` bytes have come
+        self.held = 0
+
+    def update(self, data: memoryview) -> None:
+        if not self.held and len(data) >= self.chunk:
+            self.found.append(digests(data, self.chunk))
+            return
+        self.begun.update(data)
+        self.held += len(data)
+        if self.held == self.chunk:
+            self._end_chunk()
+
+    def digests(self) -> str:
+        """The checksums of all data, joined."""
+        if self.held:
+            self._end_chunk()
+        return "".join(self.found)
+
+    def _end_chunk(self) -> None:
+        self.found.append(self.begun.hexdigest())
+        self.begun.reset()
+        self.held = 0
 
 
 class NoChecks:

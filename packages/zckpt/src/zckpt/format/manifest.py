@@ -29,6 +29,7 @@ MAX_NBYTES = 1 << 29  # a larger manifest is rejected unread; 512 MiB hold milli
 
 # The end of every manifest.  The checksum covers all bytes before it, so a reader need not reproduce our JSON.
 TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n\Z')
+_WORLD_SIZE = b',"world_size":'  # the key after "tensors" and "version"
 TAIL_NBYTES = len(b',"checksum":""}\n') + 32
 
 
@@ -134,42 +135,51 @@ def _own_version() -> str:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of manifest.json; equal manifests give equal bytes."""
-    body = canonical.dump(
+    others = canonical.dump(
         {
             "format": FORMAT,
-            "version": VERSION,
             "tag": manifest.tag,
             "step": manifest.step,
             "attempt": manifest.attempt,
             "world_size": manifest.world_size,
-            "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
             "files": {name: _file(entry) for name, entry in manifest.files.items()},
             "objects": manifest.objects,
             "rank_objects": list(manifest.rank_objects),
             "libraries": manifest.libraries,
         }
-    )[:-1]
+    )
+    before, after = others[: others.rindex(_WORLD_SIZE)], others[others.rindex(_WORLD_SIZE) : -1]
+    tensors = ",".join(
+        f"{canonical.quote(name)}:{_tensor(entry)}" for name, entry in sorted(manifest.tensors.items())
+    )
+    body = b"".join([before, b',"tensors":{', tensors.encode(), b'},"version":%d' % VERSION, after])
     return body + f',"checksum":"{checksum(body)}"}}\n'.encode()
 
 
-def _tensor(entry: TensorEntry) -> JSON:
-    return {
-        "dtype": dtype_name(entry.dtype),
-        "shape": list(entry.shape),
-        "pieces": [
-            {
-                "file": piece.file,
-                "key": piece.key,
-                "box": [list(side) for side in piece.region.box],
-                "span": list(piece.region.span),
-                "offset": piece.offset,
-                "bytes": piece.nbytes,
-                "chunk_bytes": piece.chunk_nbytes,
-                "xxh3_64": piece.checksum,
-            }
-            for piece in entry.pieces
-        ],
-    }
+def _tensor(entry: TensorEntry) -> str:
+    """As `canonical.dump` writes it; text, as there may be very many."""
+    pieces = ",".join(map(piece_text, entry.pieces))
+    return f'{{"dtype":"{dtype_name(entry.dtype)}","pieces":[{pieces}],"shape":{_list(entry.shape)}}}'
+
+
+def piece_text(piece: Piece) -> str:
+    """One piece, as JSON."""
+    box, span = _region(piece.region)
+    return (
+        f'{{"box":{box},"bytes":{piece.nbytes},"chunk_bytes":{piece.chunk_nbytes},'
+        f'"file":{canonical.quote(piece.file)},"key":{canonical.quote(piece.key)},"offset":{piece.offset},'
+        f'"span":{span},"xxh3_64":{canonical.quote(piece.checksum)}}}'
+    )
+
+
+@functools.lru_cache(maxsize=1 << 14)  # models have many tensors and few shapes
+def _region(region: Region) -> tuple[str, str]:
+    return canonical.dump(region.box).decode(), canonical.dump(region.span).decode()
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _list(numbers: tuple[int, ...]) -> str:
+    return canonical.dump(numbers).decode()
 
 
 def _file(entry: FileEntry) -> JSON:

@@ -6,6 +6,7 @@ after its region.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -62,22 +63,28 @@ class TensorPart:
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the global tensor
     region: Region
+    nbytes: int = attrs.field(init=False)
 
-    @property
-    def nbytes(self) -> int:
+    @nbytes.default
+    def _nbytes(self) -> int:
         return self.region.numel * self.dtype.itemsize
 
     @property
-    def file_shape(self) -> tuple[int, ...]:
-        """Shape of the box if the span covers it, else flat."""
-        if self.region.numel == box_numel(self.region.box):
-            return tuple(hi - lo for lo, hi in self.region.box)
-        return (self.region.numel,)
-
-    @property
     def key(self) -> str:
-        is_whole = self.region == Region(whole_box(self.shape), (0, box_numel(whole_box(self.shape))))
-        return self.name if is_whole else f"{self.name}@{self.region}"
+        return self.name + _key_suffix(self.shape, self.region)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # models have many tensors and few shapes
+def _shape_text(region: Region) -> str:
+    """Shape of the box if the span covers it, else flat; as JSON."""
+    sizes = [hi - lo for lo, hi in region.box] if region.numel == box_numel(region.box) else [region.numel]
+    return canonical.dump(sizes).decode()
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _key_suffix(shape: tuple[int, ...], region: Region) -> str:
+    box = whole_box(shape)
+    return "" if region == Region(box, (0, box_numel(box))) else f"@{region}"
 
 
 @attrs.frozen
@@ -94,17 +101,14 @@ class FileLayout:
 def place_parts(parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> FileLayout:
     """Compute header, keys and offsets.  Parts in order of decreasing itemsize are each aligned to their itemsize."""
     keys = _unique([part.key for part in parts])
-    table: dict[str, object] = {"__metadata__": dict(metadata)}
+    entries = {"__metadata__": canonical.dump(dict(metadata)).decode()}  # as text: there may be very many
     starts, end = [], 0
     for key, part in zip(keys, parts):
-        table[key] = {
-            "dtype": dtype_name(part.dtype),
-            "shape": list(part.file_shape),
-            "data_offsets": [end, end + part.nbytes],
-        }
         starts.append(end)
         end += part.nbytes
-    text = canonical.dump(table)
+        shape = _shape_text(part.region)
+        entries[key] = f'{{"data_offsets":[{starts[-1]},{end}],"dtype":"{dtype_name(part.dtype)}","shape":{shape}}}'
+    text = ("{" + ",".join(f"{canonical.quote(key)}:{entries[key]}" for key in sorted(entries)) + "}").encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_NBYTES:
         raise CheckpointInputError(f"{len(parts):,} tensors in one file need a header of {len(text):,} bytes")

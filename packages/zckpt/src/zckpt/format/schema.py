@@ -7,6 +7,7 @@ existing files, so no allocation depends on a forged number.  Raises CheckpointC
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import attrs
 
 from zckpt.errors import CheckpointCorrupt, CheckpointInputError
 from zckpt.format import canonical
+from zckpt.format import manifest as manifests
 from zckpt.format.canonical import JSON
 from zckpt.format.chunks import DIGITS, num_chunks
 from zckpt.format.manifest import (
@@ -35,7 +37,9 @@ from zckpt.format.regions import Region, box_numel, region_problem, tiling_probl
 from zckpt.format.safetensors_layout import dtype_of
 from zckpt.format.shard import name_problem
 
-_CHUNKS = [1 << power for power in range(10, 24)]  # bounds the work and the memory that a manifest can ask for
+_CHUNKS = frozenset(
+    1 << power for power in range(10, 24)
+)  # bounds the work and the memory that a manifest can ask for
 _MAX_DIMS = 64
 _HASH = re.compile(r"[0-9a-f]{32}")
 _HASHES = re.compile(r"[0-9a-f]*")
@@ -53,6 +57,29 @@ def decode(data: bytes, path: Path) -> Manifest:
         return _manifest(_top(data))
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
+
+
+def check(manifest: Manifest, path: Path) -> None:
+    """Check the values of a manifest that is to be written, as `decode` does; its addresses come from a checked plan.
+
+    Raises CheckpointCorrupt.
+    """
+    try:
+        for name, entry in manifest.tensors.items():
+            for number, piece in enumerate(entry.pieces):
+                nbytes = piece.region.numel * entry.dtype.itemsize
+                is_sound = 0 < nbytes == piece.nbytes and _HASHES.fullmatch(piece.checksum)
+                if not is_sound or len(piece.checksum) != DIGITS * num_chunks(nbytes, piece.chunk_nbytes):
+                    _piece_at(name, number, piece, entry)
+        _check_files(manifest)
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
+
+
+def _piece_at(name: str, number: int, piece: Piece, entry: TensorEntry) -> None:
+    """Raise the error of `decode` for a piece."""
+    where = Node(canonical.load(manifests.piece_text(piece).encode()), f"tensors[{name[:80]!r}].pieces[{number}]")
+    _piece(where, entry.shape, entry.dtype.itemsize)
 
 
 @attrs.frozen
@@ -113,7 +140,7 @@ def _manifest(top: JSON) -> Manifest:
         step=step.integer(),
         attempt=_attempt(attempt),
         world_size=world.integer(1),
-        tensors={_name(node, name): _tensor(node) for name, node in tensors.members().items()},
+        tensors=_tensors(tensors),
         files={_file_name(node, name): _file(node) for name, node in files.members().items()},
         objects=_object(objects),
         rank_objects=tuple(_object(node) for node in rank_objects.items()),
@@ -153,6 +180,63 @@ def _file(node: Node) -> FileEntry:
         header_nbytes=header_nbytes.integer(8),
         header_checksum=header_checksum.text(_matches(_HASH, "32 hex digits")),
     )
+
+
+def _tensors(node: Node) -> dict[str, TensorEntry]:
+    if not isinstance(node.value, dict):
+        node.members()  # raises
+    made = {}
+    for name, value in node.value.items():
+        entry = None if name_problem(name) else _plain_tensor(value)
+        if entry is None:
+            child = node.at(value, f"[{name[:80]!r}]")
+            _name(child, name)
+            entry = _tensor(child)
+        made[name] = entry
+    return made
+
+
+def _plain_tensor(value: JSON) -> TensorEntry | None:
+    """The entry of a tensor whose only piece is the whole: nearly all entries, without a Node for each field.
+
+    Accepts less than `_tensor`; returns None for anything else, which `_tensor` reads, or describes in its error.
+    """
+    try:
+        (piece,) = value["pieces"]
+        shape, (start, stop), offset, nbytes = tuple(value["shape"]), piece["span"], piece["offset"], piece["bytes"]
+        dtype, chunk, digits = dtype_of(value["dtype"]), piece["chunk_bytes"], piece["xxh3_64"]
+        file, key, numbers = piece["file"], piece["key"], (*shape, start, stop, offset, nbytes, chunk)
+        for (lo, hi), size in zip(piece["box"], shape, strict=True):
+            if lo != 0 or hi != size:
+                return None
+            numbers += (lo, hi)
+        lists = value["pieces"], value["shape"], piece["box"], piece["span"]
+        if len(value) != 3 or len(piece) != 8 or dtype is None or {*map(type, numbers)} != {int}:
+            return None
+        if {*map(type, lists)} != {list}:
+            return None
+    except (TypeError, ValueError, KeyError):
+        return None
+    region, numel = _whole(shape)
+    is_plain = (
+        (start, stop) == region.span
+        and 0 < nbytes == numel * dtype.itemsize <= MAX_INTEGER
+        and 0 <= offset <= MAX_INTEGER
+        and chunk in _CHUNKS
+        and {*map(type, (file, key, digits))} == {str}
+        and len(digits) == DIGITS * num_chunks(nbytes, chunk)
+        and _HASHES.fullmatch(digits)
+        and len(shape) <= _MAX_DIMS
+        and min(shape, default=1) > 0
+    )
+    return TensorEntry(dtype, shape, (Piece(file, key, region, offset, nbytes, chunk, digits),)) if is_plain else None
+
+
+@functools.lru_cache(maxsize=1 << 14)  # models have many tensors and few shapes
+def _whole(shape: tuple[int, ...]) -> tuple[Region, int]:
+    """The region of a whole tensor, and its elements."""
+    box = whole_box(shape)
+    return Region(box, (0, box_numel(box))), box_numel(box)
 
 
 def _tensor(node: Node) -> TensorEntry:
@@ -198,7 +282,7 @@ def _piece(node: Node, shape: tuple[int, ...], itemsize: int) -> Piece:
 
 def _chunk(node: Node) -> int:
     if node.integer() not in _CHUNKS:
-        node.fail(f"{node.value} is not a power of two from {_CHUNKS[0]:,} to {_CHUNKS[-1]:,}")
+        node.fail(f"{node.value} is not a power of two from {min(_CHUNKS):,} to {max(_CHUNKS):,}")
     return int(node.value)
 
 

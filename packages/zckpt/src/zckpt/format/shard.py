@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Protocol, final
 
@@ -76,14 +77,37 @@ def whole(name: str, tensor: Tensor) -> Shard:
     return Shard(name, shape, whole_box(shape), (0, tensor.numel()), tensor.detach().view(-1))
 
 
+@attrs.frozen
+class ShardAddress:
+    """Position of a shard's elements, as plain tuples of int."""
+
+    shape: tuple[int, ...]  # of the global tensor
+    region: Region
+    problem: str  # why the region cannot be part of the tensor; "" if it can
+
+
+def address_of(shard: ShardLike) -> ShardAddress:
+    """The address of a shard, a value that shards of one shape share."""
+    try:
+        return _address(shard.global_shape, shard.box, shard.span)
+    except TypeError:  # lists
+        return _address.__wrapped__(shard.global_shape, shard.box, shard.span)
+
+
 def region_of(shard: ShardLike) -> Region:
     """Box and span as plain tuples of int."""
-    box = tuple((int(lo), int(hi)) for lo, hi in shard.box)
-    return Region(box, (int(shard.span[0]), int(shard.span[1])))
+    return address_of(shard).region
 
 
 def shape_of(shard: ShardLike) -> tuple[int, ...]:
-    return tuple(int(size) for size in shard.global_shape)
+    return address_of(shard).shape
+
+
+@functools.lru_cache(maxsize=1 << 14)  # models have many tensors and few shapes
+def _address(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], span: tuple[int, int]) -> ShardAddress:
+    sizes = tuple(int(size) for size in shape)
+    region = Region(tuple((int(lo), int(hi)) for lo, hi in box), (int(span[0]), int(span[1])))
+    return ShardAddress(sizes, region, region_problem(sizes, region))
 
 
 def name_problem(name: object) -> str:
@@ -107,7 +131,7 @@ def check_shard(shard: ShardLike) -> None:
 
 def _address_problem(shard: ShardLike) -> str:
     try:
-        return region_problem(shape_of(shard), region_of(shard))
+        return address_of(shard).problem
     except (TypeError, ValueError, IndexError):
         return (
             "global_shape must be a tuple of int, box a tuple of (lo, hi) and span a (start, stop); given "

@@ -31,6 +31,7 @@ from zckpt.format.canonical import JSON
 from zckpt.format.manifest import FILE_NAME, Described, Manifest
 from zckpt.format.schema import ManifestSummary
 from zckpt.format.shard import ShardLike, whole
+from zckpt.gc_pause import collector_paused
 from zckpt.loading.plan_reads import (
     LoadReport,
     ReadItem,
@@ -77,6 +78,7 @@ class Checkpoint(Described):
             )
         return self.manifest.rank_objects[rank]
 
+    @collector_paused()
     def read(
         self,
         wanted: Iterable[ShardLike],
@@ -119,8 +121,8 @@ class Checkpoint(Described):
         answers = vote.run("checking", check)
         report, problems = merge_plans(answers, self.manifest, reading.ignore)
         check_problems(problems, strict=reading.on_mismatch == "raise", where=f"checkpoint {self.path}")
-        once = reading.verify != "first" and is_disjoint(answers, self.manifest)
         items = plans[0].items
+        once = reading.verify != "first" and is_disjoint(answers, self.manifest)
         runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, once=once)
         if reading.verify == "first":
             vote.run("verifying", lambda: runner.verify(items))

@@ -48,16 +48,27 @@ class PieceSource:
 
         `start` and the end are values of `checks.bounds`, or edges of chunks.
         """
-        granule = self.checks.granule
-        step, end = granule * max(1, self.reader.step_nbytes // granule), start + len(into)
         data = byte_view(into)
-        begin = start
-        while begin < end:
-            stop = min((begin // step + 1) * step, end)
+        for begin, stop in self._steps(start, start + len(into)):
             part = data[begin - start : stop - start]
             self.reader.read_into(self.offset + begin, part)
             self.checks.check(begin, part)
-            begin = stop
+
+    def verify(self, start: int, end: int, scratch: Scratch) -> None:
+        """Read and verify bytes [start, end), limited as in `read`, through one buffer that stays in cache."""
+        for begin, stop in self._steps(start, end):
+            part = byte_view(scratch.bytes(stop - begin))
+            self.reader.read_into(self.offset + begin, part)
+            self.checks.check(begin, part)
+
+    def _steps(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Whole chunks, about as large as the reader recommends."""
+        granule = self.checks.granule
+        step = granule * max(1, self.reader.step_nbytes // granule)
+        while start < end:
+            stop = min((start // step + 1) * step, end)
+            yield start, stop
+            start = stop
 
 
 @final
@@ -94,7 +105,7 @@ def verify_runs(source: PieceSource, batches: Iterable[Runs], scratch: Scratch) 
         start, stop = _extent(runs, source)
         if not source.checks.is_verified(start, stop):
             low, high = source.checks.bounds(start, stop)
-            source.read(low, scratch.bytes(high - low))
+            source.verify(low, high, scratch)
             read_nbytes += high - low
     return read_nbytes
 

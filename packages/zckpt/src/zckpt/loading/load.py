@@ -10,6 +10,7 @@ import attrs
 
 from zckpt.errors import CheckpointReadError
 from zckpt.format.canonical import JSON
+from zckpt.gc_pause import collector_paused
 from zckpt.loading.checkpoint import Checkpoint
 from zckpt.loading.plan_reads import LoadReport
 from zckpt.loading.select import find
@@ -35,6 +36,7 @@ class Loaded:
         return {key: value for key, value in self.checkpoint.objects.items() if key != VIEWS_KEY}
 
 
+@collector_paused()
 def load(
     root: str | os.PathLike[str],
     tag: str | None = None,

@@ -1,14 +1,26 @@
-"""Execution of a read plan: its items become jobs of a few threads; each file is opened once.
+"""Execution of a read plan by a few threads, each of which streams through a part of a file.
 
-A job reads about 32 MiB of one piece for one wanted tensor, if the sharding allows, so that all threads share one
-huge tensor.  `fill` copies the bytes into the live tensor, `verify` only compares their checksums.
+Problem.  A disk is fast, and the page cache reads ahead, where a file is read in order by few readers.  A thread that
+jumps, and two threads that share a file descriptor, read half as fast: the kernel reads ahead what nobody wants.
+
+Design.  Everything that is wanted of a file as it is stored is cut into stretches in the order of their offsets:
+about 32 MiB of one tensor, or many small tensors (small.py).  Neighbouring stretches are a stream, one per thread and
+of equal bytes, with a file descriptor of its own.  The elements of other boxes (another tensor-parallel degree) are
+gathered run by run (copy.py), in jobs that are made on demand, as there may be millions of runs.  `fill` copies the
+bytes into the live tensors, `verify` only compares their checksums.
+
+Reads go through the page cache: `verify="first"` reads the disk once, and ranks of a host share their reads.  Bytes
+that nobody reads twice bypass it where fresh pages are expensive (storage/local_files.py).  Rejected: O_DIRECT
+always, which is half as fast where the kernel has large folios, and leaves nothing for a second load; mapped files,
+where a disk error is a signal.
 """
 
 from __future__ import annotations
 
-import contextlib
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -20,15 +32,33 @@ from zckpt.format.manifest import Piece
 from zckpt.format.regions import Runs, intersect
 from zckpt.loading.copy import PieceSource, Scratch, fill, verify_runs
 from zckpt.loading.plan_reads import ReadItem
+from zckpt.loading.small import Batch, find_batches
 from zckpt.loading.verify import Verifier
+from zckpt.storage.safetensors_file import byte_view
 from zckpt.storage.storage import Reader, Storage
 from zckpt.storage.thread_pool import run_jobs
 
 _JOB_NBYTES = 32 << 20
 _THREAD_NBYTES = 8 << 20  # minimum bytes per thread
-_OPEN_FILES = 128  # at once; a process may open 1,024, and a large run saves more files
 
-_Act: TypeAlias = "Callable[[ReadItem, PieceSource, Runs], int]"  # returns the bytes read
+_Work: TypeAlias = "Callable[[Reader], int]"  # reads some of a file; returns the bytes
+
+
+@attrs.frozen
+class _Stretch:
+    """Bytes of a file that one call reads."""
+
+    offset: int  # in the file
+    nbytes: int
+    work: _Work
+
+
+class _Pass(enum.Enum):
+    """What one pass over the bytes does."""
+
+    VERIFY = "compare checksums"
+    FILL = "fill the tensors"
+    FILL_VERIFIED = "compare checksums, then fill the tensors"
 
 
 @final
@@ -41,48 +71,106 @@ class ReadRunner:
     verifier: Verifier
     num_threads: int
     scratch: Scratch = attrs.field(factory=Scratch)
-    once: bool = False  # each byte is read once, by this process only: bypass the page cache
+    once: bool = False  # each byte is read once, by this process only
 
     def fill(self, items: Sequence[ReadItem], verify: bool) -> int:
         """Fill the tensors of the items; return the bytes read.  Raises CheckpointCorrupt at the first bad chunk."""
-        return self._each(
-            items, lambda item, source, runs: fill(item.shard.tensor.detach(), source, [runs], self.scratch), verify
-        )
+        return self._each(items, _Pass.FILL_VERIFIED if verify else _Pass.FILL)
 
     def verify(self, items: Sequence[ReadItem]) -> int:
         """Read and verify the bytes that `fill` would read, without modifying a tensor; return the bytes read."""
-        return self._each(items, lambda item, source, runs: verify_runs(source, [runs], self.scratch), True)
+        return self._each(items, _Pass.VERIFY)
 
-    def _each(self, items: Sequence[ReadItem], act: _Act, verify: bool) -> int:
+    def _each(self, items: Sequence[ReadItem], work: _Pass) -> int:
         nbytes = sum(item.region.numel * item.entry.dtype.itemsize for item in items)
-        num_threads, read_nbytes = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES), 0
-        files = sorted({piece.file for item in items for piece in item.pieces})
-        for start in range(0, len(files), _OPEN_FILES):
-            with contextlib.ExitStack() as stack:
-                readers: dict[str, Reader] = {}
-                for file in files[start : start + _OPEN_FILES]:
-                    readers[file] = stack.enter_context(self.storage.open(self.folder / file, once=self.once))
-                    if verify:
-                        self.verifier.check_header(readers[file], file)
-                read_nbytes += sum(run_jobs(self._jobs(items, readers, act, verify), num_threads))
-        return read_nbytes
+        num_threads = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES)
+        for file in sorted({piece.file for item in items for piece in item.pieces}) if work is not _Pass.FILL else ():
+            if file not in self.verifier.headers:
+                with self.storage.open(self.folder / file) as reader:
+                    self.verifier.check_header(reader, file)
+        batches, others = find_batches(items)
+        as_stored, scattered = _split_by_box(others)
+        stretches: dict[str, list[_Stretch]] = {}
+        for file, stretch in chain(self._small(batches, work), self._large(as_stored, work)):
+            stretches.setdefault(file, []).append(stretch)
+        streams = (
+            partial(self._read, file, [each.work for each in stream])
+            for file, found in sorted(stretches.items())
+            for stream in _streams(found, -(-nbytes // num_threads))
+        )
+        gathers = (partial(self._read, file, [run]) for file, run in self._gather(scattered, work))
+        return sum(run_jobs(chain(streams, gathers), num_threads))
 
-    def _jobs(
-        self, items: Sequence[ReadItem], readers: dict[str, Reader], act: _Act, verify: bool
-    ) -> Iterator[Callable[[], int]]:
-        for item in items:
-            for piece in item.pieces:
-                if piece.file not in readers:
-                    continue
-                checks = self.verifier.checks(piece) if verify else NoChecks()
-                source = PieceSource(readers[piece.file], piece.offset, item.entry.dtype, checks)
-                for batch in intersect(item.region, piece.region):
-                    for runs in _split_run(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
-                        yield partial(self._run, act, item, piece, source, runs)
+    def _read(self, file: str, work: Sequence[_Work]) -> int:
+        with self.storage.open(self.folder / file, once=self.once) as reader:
+            return sum(each(reader) for each in work)
 
-    def _run(self, act: _Act, item: ReadItem, piece: Piece, source: PieceSource, runs: Runs) -> int:
+    def _small(self, batches: Sequence[Batch], work: _Pass) -> Iterator[tuple[str, _Stretch]]:
+        for batch in batches:
+            low, high = batch.extent
+            yield batch.file, _Stretch(low, high - low, partial(self._batch, batch, work))
+
+    def _large(self, found: Sequence[tuple[ReadItem, Piece]], work: _Pass) -> Iterator[tuple[str, _Stretch]]:
+        for item, piece in found:
+            itemsize = item.entry.dtype.itemsize
+            for batch in intersect(item.region, piece.region):  # one run, as the boxes are equal
+                for runs in _split_run(batch, _JOB_NBYTES // itemsize):
+                    begin, nbytes = piece.offset + int(runs.source[0]) * itemsize, int(runs.length[0]) * itemsize
+                    yield piece.file, _Stretch(begin, nbytes, partial(self._run, item, piece, runs, work))
+
+    def _gather(self, found: Sequence[tuple[ReadItem, Piece]], work: _Pass) -> Iterator[tuple[str, _Work]]:
+        for item, piece in found:
+            for batch in intersect(item.region, piece.region):
+                for runs in _split_run(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
+                    yield piece.file, partial(self._run, item, piece, runs, work)
+
+    def _run(self, item: ReadItem, piece: Piece, runs: Runs, work: _Pass, reader: Reader) -> int:
+        checks = NoChecks() if work is _Pass.FILL else self.verifier.checks(piece)
+        source = PieceSource(reader, piece.offset, item.entry.dtype, checks)
         with self.verifier.locate_errors(piece):
-            return act(item, source, runs)
+            if work is _Pass.VERIFY:
+                return verify_runs(source, [runs], self.scratch)
+            return fill(item.shard.tensor.detach(), source, [runs], self.scratch)
+
+    def _batch(self, batch: Batch, work: _Pass, reader: Reader) -> int:
+        unverified = [] if work is _Pass.FILL else [each for each in batch.pieces if not self.verifier.is_sound(each)]
+        if not unverified and work is _Pass.VERIFY:
+            return 0
+        low, high = batch.extent
+        data = self.scratch.bytes(high - low)
+        view = byte_view(data)
+        reader.read_into(low, view)
+        for piece in unverified:
+            self.verifier.check_small(piece, view[piece.offset - low : piece.offset - low + piece.nbytes])
+        if work is not _Pass.VERIFY:
+            batch.fill(data)
+        return sum(piece.nbytes for piece in batch.pieces)
+
+
+def _split_by_box(
+    items: Sequence[ReadItem],
+) -> tuple[list[tuple[ReadItem, Piece]], list[tuple[ReadItem, Piece]]]:
+    """The pieces of the items that are wanted as one run, and those whose box differs from the wanted one."""
+    as_stored: list[tuple[ReadItem, Piece]] = []
+    scattered: list[tuple[ReadItem, Piece]] = []
+    for item in items:
+        for piece in item.pieces:
+            (as_stored if item.region.box == piece.region.box else scattered).append((item, piece))
+    return as_stored, scattered
+
+
+def _streams(stretches: list[_Stretch], limit: int) -> Iterator[list[_Stretch]]:
+    """The stretches of a file in order, cut where `limit` bytes are reached."""
+    stream: list[_Stretch] = []
+    nbytes = 0
+    for each in sorted(stretches, key=lambda each: each.offset):
+        stream.append(each)
+        nbytes += each.nbytes
+        if nbytes >= limit:
+            yield stream
+            stream, nbytes = [], 0
+    if stream:
+        yield stream
 
 
 def _split_run(runs: Runs, limit: int) -> Iterator[Runs]:

@@ -22,6 +22,7 @@ import attrs
 from zckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from zckpt.format import manifest as manifests
 from zckpt.format.paths import LATEST, LeftoverKind, check_tag, parse_leftover, tag_problem
+from zckpt.gc_pause import collector_paused
 from zckpt.loading.checkpoint import Checkpoint, as_read_errors, open_checkpoint, read_summary
 from zckpt.storage.locate import resolve_root
 from zckpt.storage.storage import LOCAL, PathKind, Storage, read_all
@@ -44,6 +45,7 @@ class PendingPointer:
     tag: str  # its content
 
 
+@collector_paused()
 def find(root: str | os.PathLike[str], tag: str | None = None, *, storage: Storage = LOCAL) -> Checkpoint:
     """Open the checkpoint of this tag; without a tag, the one that `latest` names, or else the highest step.
 

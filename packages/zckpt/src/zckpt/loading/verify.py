@@ -16,7 +16,7 @@ import attrs
 import xxhash
 
 from zckpt.errors import CheckpointCorrupt
-from zckpt.format.chunks import BadChunk, ChunkChecks
+from zckpt.format.chunks import BadChunk, ChunkChecks, digests
 from zckpt.format.manifest import Manifest, Piece
 from zckpt.storage.safetensors_file import read_metadata
 from zckpt.storage.storage import Reader, Storage
@@ -33,6 +33,7 @@ class Verifier:
     manifest: Manifest
     storage: Storage
     known: dict[tuple[str, int], ChunkChecks] = attrs.field(factory=dict)  # by file and offset of a piece
+    sound: set[tuple[str, int]] = attrs.field(factory=set)  # keys of small pieces that are verified
     headers: set[str] = attrs.field(factory=set)  # files whose header is verified
     mutex: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -42,8 +43,21 @@ class Verifier:
             made = self.known.get((piece.file, piece.offset))
             if made is None:
                 made = ChunkChecks(piece.nbytes, piece.chunk_nbytes, piece.checksum)
+                made.verified[:] = (piece.file, piece.offset) in self.sound
                 self.known[piece.file, piece.offset] = made
             return made
+
+    def is_sound(self, piece: Piece) -> bool:
+        """True if the whole piece is verified."""
+        known = self.known.get((piece.file, piece.offset))
+        return (piece.file, piece.offset) in self.sound or (known is not None and bool(known.verified.all()))
+
+    def check_small(self, piece: Piece, data: memoryview) -> None:
+        """Verify all bytes of a small piece.  Raises CheckpointCorrupt."""
+        if digests(data, piece.chunk_nbytes) != piece.checksum:
+            with self.locate_errors(piece):
+                self.checks(piece).check(0, data)  # raises
+        self.sound.add((piece.file, piece.offset))
 
     @contextlib.contextmanager
     def locate_errors(self, piece: Piece) -> Iterator[None]:
@@ -60,8 +74,6 @@ class Verifier:
 
     def check_header(self, reader: Reader, file: str) -> None:
         """Raise CheckpointCorrupt if the bytes before the first piece differ from their checksum."""
-        if file in self.headers:
-            return
         entry = self.manifest.files[file]
         found = _hash(reader, entry.header_nbytes)
         if found != entry.header_checksum:

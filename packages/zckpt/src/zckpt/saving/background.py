@@ -18,9 +18,8 @@ Rejected: a second process (needs another copy of the state, and dies with its p
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import mmap
+import itertools
 import os
 import threading
 import warnings
@@ -38,12 +37,14 @@ from zckpt.format import canonical
 from zckpt.format.canonical import JSON
 from zckpt.format.regions import Box, Span
 from zckpt.format.shard import ShardLike, check_shard, shape_of
+from zckpt.gc_pause import collector_paused
 from zckpt.loading.memory import MemoryCheckpoint
 from zckpt.ranks import ALONE, Peers
 from zckpt.saving.plan import SaveRequest
 from zckpt.saving.retention import KEEP_ALL, RetentionPolicy
 from zckpt.saving.save import SaveContent, SaveJob, run_save
 from zckpt.sources.views import VIEWS_KEY, Tensors, plan_restore
+from zckpt.storage.local_files import huge_pages
 from zckpt.storage.storage import LOCAL, Storage
 
 _ALIGN_NBYTES = 64
@@ -164,6 +165,7 @@ class AsyncSaver:
                 'would raise while others start saving. Use when_busy="wait".'
             )
 
+    @collector_paused()
     def save(
         self,
         root: str | os.PathLike[str],
@@ -291,24 +293,34 @@ class HostMemory:
     """One buffer for the copies of all tensors, reused while it is large enough."""
 
     data: Tensor = attrs.field(factory=lambda: torch.empty(0, dtype=torch.uint8))
+    kinds: list[tuple[int, torch.dtype]] = attrs.field(factory=list)  # bytes and dtype of each of `rooms`
+    rooms: list[Tensor] = attrs.field(factory=list)  # parts of `data`, for the copies
 
     def copy_shards(self, shards: Sequence[ShardLike]) -> list[ShardLike]:
         """Copy the tensors of the shards; the copies are valid until the next call."""
-        sizes = [-(-shard.tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for shard in shards]
         tensors = [shard.tensor.detach() for shard in shards]
-        if len(self.data) < sum(sizes):
-            self.data = _allocate(sum(sizes), pinned=any(each.is_cuda for each in tensors))
+        self._make_rooms(tensors)
         made: list[ShardLike] = []
-        start = 0
-        for shard, tensor, size in zip(shards, tensors, sizes, strict=True):
+        for shard, tensor, room in zip(shards, tensors, self.rooms, strict=True):
             if tensor.dim() != 1:
                 check_shard(shard)  # raises; the background thread checks the rest
-            room = self.data[start : start + tensor.nbytes].view(tensor.dtype)
             room.copy_(tensor, non_blocking=True)
             made.append(_CopiedShard(shard.name, shard.global_shape, shard.box, shard.span, room))
-            start += size
         _synchronize(tensors)
         return made
+
+    def _make_rooms(self, tensors: Sequence[Tensor]) -> None:
+        """Make the rooms, if those of the last call do not fit."""
+        kinds = [(tensor.nbytes, tensor.dtype) for tensor in tensors]
+        if kinds == self.kinds:
+            return
+        sizes = [-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes, _ in kinds]
+        self.kinds, self.rooms = [], []
+        if len(self.data) < sum(sizes):
+            self.data = _allocate(sum(sizes), pinned=any(each.is_cuda for each in tensors))
+        starts = itertools.accumulate(sizes, initial=0)
+        rooms = [self.data[at : at + nbytes].view(dtype) for at, (nbytes, dtype) in zip(starts, kinds)]
+        self.kinds, self.rooms = kinds, rooms
 
 
 @final
@@ -327,11 +339,7 @@ def _allocate(nbytes: int, pinned: bool) -> Tensor:
     """(nbytes,) uint8; on huge pages where the system supports them, as page faults dominate the cost."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    room = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # not every kernel supports them
-            room.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(room, dtype=torch.uint8)
+    return torch.frombuffer(huge_pages(nbytes), dtype=torch.uint8)
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:

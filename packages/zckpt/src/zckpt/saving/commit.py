@@ -110,13 +110,14 @@ class Coordinator(Participant):
         return None
 
     def commit(self, reports: Sequence[JSON]) -> JSON:
-        data = manifests.encode(build_manifest(self.plan, reports, self.libraries))
+        manifest = build_manifest(self.plan, reports, self.libraries)
+        schema.check(manifest, self.place.manifest)
+        data = manifests.encode(manifest)
         if len(data) > manifests.MAX_NBYTES:
             raise CheckpointInputError(
                 f"the manifest is {len(data):,} bytes, readers accept at most {manifests.MAX_NBYTES:,}: pass large "
                 "objects as tensors"
             )
-        schema.decode(data, self.place.manifest)  # the reader's checks, before the commit
         write_file(self.storage, self.place.manifest, data)
         self.storage.sync_folder(self.place.folder)
         if self.plan.request.latest:
@@ -260,8 +261,7 @@ def build_manifest(plan: SavePlan, reports: Sequence[JSON], libraries: dict[str,
         attempt=plan.attempt,
         world_size=len(plan.rank_objects),
         tensors={
-            name: TensorEntry(dtype, shape, tuple(sorted(pieces[name], key=_region_order)))
-            for name, (dtype, shape) in plan.tensors.items()
+            name: TensorEntry(dtype, shape, _in_order(pieces[name])) for name, (dtype, shape) in plan.tensors.items()
         },
         files=files,
         objects=plan.objects,
@@ -270,5 +270,5 @@ def build_manifest(plan: SavePlan, reports: Sequence[JSON], libraries: dict[str,
     )
 
 
-def _region_order(piece: Piece) -> tuple[object, object]:
-    return piece.region.box, piece.region.span
+def _in_order(pieces: list[Piece]) -> tuple[Piece, ...]:
+    return tuple(sorted(pieces, key=lambda each: (each.region.box, each.region.span)) if len(pieces) > 1 else pieces)

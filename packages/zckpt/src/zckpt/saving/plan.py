@@ -27,7 +27,7 @@ from zckpt.format.manifest import checksum
 from zckpt.format.paths import check_tag
 from zckpt.format.regions import Region, tiling_problem
 from zckpt.format.safetensors_layout import FileLayout, TensorPart, dtype_name, dtype_of, place_parts
-from zckpt.format.shard import ShardLike, check_shard, describe, region_of, shape_of
+from zckpt.format.shard import ShardAddress, ShardLike, address_of, check_shard, describe
 
 _MIN_NBYTES = 16 << 20  # minimum bytes of a split piece, and of a writer's file
 
@@ -118,13 +118,12 @@ def propose(
 ) -> JSON:
     """This rank's proposal, as JSON.  Raises CheckpointInputError if it cannot be saved."""
     request.validate()
-    for shard in shards:
-        check_shard(shard)
+    described = _describe_shards(shards)
     plain: dict[str, JSON] = canonical.plain(dict(objects), "objects")
     return {
         "request": attrs.asdict(request),
         "attempt": attempt,
-        "shards": [_address(shard) for shard in shards],
+        **described,
         "objects": plain,
         "digests": {key: checksum(canonical.dump(value)) for key, value in plain.items()},
         "rank_objects": canonical.plain(dict(rank_objects), "rank_objects"),
@@ -136,10 +135,18 @@ def drop_objects(proposal: JSON, rank: int) -> JSON:
     return proposal if rank == 0 else {**proposal, "objects": {}}
 
 
-def _address(shard: ShardLike) -> JSON:
-    region = region_of(shard)
-    shape = list(shape_of(shard))
-    return [shard.name, dtype_name(shard.tensor.dtype), shape, [list(side) for side in region.box], list(region.span)]
+def _describe_shards(shards: Sequence[ShardLike]) -> dict[str, JSON]:
+    """Checked names and kinds of shards: a model has many tensors, and few kinds of dtype, shape and region."""
+    kinds: dict[tuple[str, ShardAddress], int] = {}
+    kind_of = []
+    for shard in shards:
+        check_shard(shard)
+        kind_of.append(kinds.setdefault((dtype_name(shard.tensor.dtype), address_of(shard)), len(kinds)))
+    return {
+        "names": [shard.name for shard in shards],
+        "kind_of": kind_of,
+        "kinds": [[dtype, each.shape, each.region.box, each.region.span] for dtype, each in kinds],
+    }
 
 
 @attrs.frozen
@@ -155,12 +162,15 @@ def merge_proposals(proposals: Sequence[JSON]) -> SavePlan:
     """Compute the plan from the proposals of all ranks, in rank order.  Raises CheckpointInputError if impossible."""
     request = SaveRequest(**_check_equal("save arguments", [each["request"] for each in proposals]))
     _check_objects([each["digests"] for each in proposals])
-    offers = [offer for rank, each in enumerate(proposals) for offer in _offers(rank, each["shards"])]
+    offers = [offer for rank, each in enumerate(proposals) for offer in _offers(rank, each)]
     tensors = _tensors(offers)
     numel = [offer for offer in offers if offer.part.region.numel]
     owners = _assign(numel, len(proposals), request.writers)
     _check_coverage(tensors, owners)
     attempt = proposals[0]["attempt"]
+    owned: dict[int, list[_Offer]] = defaultdict(list)
+    for offer in owners:
+        owned[offer.rank].append(offer)
     return SavePlan(
         request=request,
         attempt=attempt,
@@ -168,9 +178,7 @@ def merge_proposals(proposals: Sequence[JSON]) -> SavePlan:
         files=tuple(
             _file_plan(rank, writer, offers, _metadata(request.tag, attempt, rank))
             for rank in range(len(proposals))
-            for writer, offers in enumerate(
-                _split_over_writers([each for each in owners if each.rank == rank], request.writers)
-            )
+            for writer, offers in enumerate(_split_over_writers(owned[rank], request.writers))
         ),
         objects=proposals[0]["objects"],
         rank_objects=tuple(each["rank_objects"] for each in proposals),
@@ -195,7 +203,9 @@ def _file_plan(rank: int, writer: int, offers: Sequence[_Offer], metadata: dict[
 def _split_over_writers(offers: Sequence[_Offer], writers: int) -> list[list[_Offer]]:
     """Distribute a rank's pieces over its writers, large ones first; [] for a rank without pieces."""
     count = min(writers, sum(offer.part.nbytes for offer in offers) // _MIN_NBYTES)
-    lanes: list[list[_Offer]] = [[] for _ in range(max(1, count))]
+    if count <= 1:
+        return [list(offers)] if offers else []
+    lanes: list[list[_Offer]] = [[] for _ in range(count)]
     load = [0] * len(lanes)
     for offer in sorted(offers, key=lambda each: -each.part.nbytes):
         lane = load.index(min(load))
@@ -237,15 +247,16 @@ def _check_objects(digests: Sequence[dict[str, str]]) -> None:
             )
 
 
-def _offers(rank: int, shards: Sequence[JSON]) -> list[_Offer]:
-    made = []
-    for index, (name, dtype, shape, box, span) in enumerate(shards):
-        region = Region(tuple((lo, hi) for lo, hi in box), (span[0], span[1]))
+def _offers(rank: int, proposal: JSON) -> list[_Offer]:
+    kinds = []
+    for dtype, shape, box, span in proposal["kinds"]:
         torch_dtype = dtype_of(dtype)
         assert torch_dtype is not None, dtype  # the sender named it from the same table
-        made.append(
-            _Offer(rank, ShardSlice(index, 0, region.numel), TensorPart(name, torch_dtype, tuple(shape), region))
-        )
+        kinds.append((torch_dtype, tuple(shape), Region(tuple((lo, hi) for lo, hi in box), (span[0], span[1]))))
+    made = []
+    for index, (name, kind) in enumerate(zip(proposal["names"], proposal["kind_of"], strict=True)):
+        dtype, shape, region = kinds[kind]
+        made.append(_Offer(rank, ShardSlice(index, 0, region.numel), TensorPart(name, dtype, shape, region)))
     return made
 
 
@@ -274,11 +285,17 @@ def _assign(offers: Sequence[_Offer], world_size: int, writers: int) -> list[_Of
         ranks[offer.rank] = offer
     total = sum(next(iter(ranks.values())).part.nbytes for ranks in holders.values())
     limit = max(_MIN_NBYTES, total // (2 * world_size * writers))
-    pieces = [piece for ranks in holders.values() for piece in _split_large(ranks, limit)]
     load = [0] * world_size
-    chosen = []
-    for ranks in sorted(pieces, key=_assignment_order):
-        owner = ranks[min(ranks, key=lambda rank: (load[rank], rank))]
+    chosen, replicated = [], []
+    for piece in (piece for ranks in holders.values() for piece in _split_large(ranks, limit)):
+        if len(piece) > 1:
+            replicated.append(piece)
+            continue
+        (owner,) = piece.values()
+        load[owner.rank] += owner.part.nbytes
+        chosen.append(owner)
+    for piece in sorted(replicated, key=_assignment_order):
+        owner = piece[min(piece, key=lambda rank: (load[rank], rank))]
         load[owner.rank] += owner.part.nbytes
         chosen.append(owner)
     return chosen
@@ -305,9 +322,9 @@ def _split_large(ranks: dict[int, _Offer], limit: int) -> list[dict[int, _Offer]
     ]
 
 
-def _assignment_order(ranks: dict[int, _Offer]) -> tuple[bool, int, str, object, object]:
+def _assignment_order(ranks: dict[int, _Offer]) -> tuple[int, str, object, object]:
     part = next(iter(ranks.values())).part
-    return len(ranks) > 1, -part.nbytes, part.name, part.region.box, part.region.span
+    return -part.nbytes, part.name, part.region.box, part.region.span
 
 
 def _check_coverage(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], owners: Sequence[_Offer]) -> None:

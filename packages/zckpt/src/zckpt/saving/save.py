@@ -25,6 +25,7 @@ from zckpt.format.canonical import JSON
 from zckpt.format.manifest import library_versions
 from zckpt.format.paths import AttemptPaths
 from zckpt.format.shard import ShardLike
+from zckpt.gc_pause import collector_paused
 from zckpt.ranks import ALONE, Peers, Vote
 from zckpt.saving.commit import Coordinator, Participant
 from zckpt.saving.plan import FilePlan, SavePlan, SaveRequest, ShardSlice, drop_objects, merge_proposals, propose
@@ -37,6 +38,7 @@ from zckpt.storage.storage import LOCAL, Storage
 from zckpt.storage.thread_pool import run_jobs
 
 
+@collector_paused()
 def save(
     root: str | os.PathLike[str],
     tag: str | None = None,

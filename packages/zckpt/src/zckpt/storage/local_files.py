@@ -1,18 +1,19 @@
-"""Local files: reading and writing past the page cache.
+"""Local files: writing past the page cache, reading through it.
 
-Problem.  A save writes each byte once, a load reads it once.  Through the page cache, each byte is first copied into
-a fresh page.  That costs more processor time than hashing the byte, and evicts what the training had cached.
+Problem.  A save writes each byte once.  Through the page cache, each byte is first copied into a fresh page.  That
+costs more processor time than hashing the byte, and evicts what the training had cached.
 
-Design.  `LocalWriter` collects bytes in an aligned buffer and writes it with O_DIRECT while another thread fills its
-own buffer.  `DirectReader` reads with O_DIRECT into an aligned buffer of the reading thread, except for ranges that
-are in the page cache already (RWF_NOWAIT).  Measured on a virtual disk: half the processor time of a load.  Where
-O_DIRECT is not supported (tmpfs), and for ranges too small or unaligned, plain I/O is used.  `PlainReader` suits
-bytes that are read more than once: several ranks of a host read the same bytes, or a load verifies everything first.
-The rules of storage.Writer hold either way: nothing survives a power cut before `sync`.
+Design.  `LocalWriter` collects bytes in an aligned buffer, which a thread of its own writes with O_DIRECT while the
+caller fills a second one, so that the disk never waits for hashing and copying.  Where O_DIRECT is not supported
+(tmpfs), and for the end of a file, writes are plain.  The rules of storage.Writer hold either way: nothing survives a
+power cut before `sync`.  `PlainReader` reads through the page cache; loading/run_reads.py says why.
 
-Rejected: O_DIRECT from and into tensor memory (neither the tensors nor the offsets in a safetensors file are
-aligned); mapping the file (a page fault per 4 KiB, and a disk error becomes a signal); starting write-back early with
-posix_fadvise (measured at a third of the speed).
+Fresh pages for the cache are cheap (0.08 s of a core for a gigabyte) or expensive (0.3 to 0.9 s: a kernel without
+large folios, or a virtual machine that gives its free pages back to the host).  `FrugalReader` measures the first
+bytes, and where pages are expensive reads the rest with O_DIRECT, except ranges that are cached (RWF_NOWAIT).
+
+Rejected: O_DIRECT from tensor memory (neither the tensors nor the offsets in a safetensors file are aligned);
+starting write-back early with posix_fadvise (measured at a third of the speed); allocating the file first (no gain).
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import final
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
-STEP_NBYTES = 4 << 20  # direct read size: a multiple of any file system's block
-LEAST_NBYTES = 256 << 10  # smaller ranges are not worth an aligned read around them
-BUFFER_NBYTES = 8 << 20  # write buffer: a multiple of any file system's block
+BUFFER_NBYTES = 4 << 20  # of each of two write buffers: a multiple of any file system's block
+LEAST_NBYTES = 256 << 10  # smaller files and ends of files are not worth a direct write
+DIRECT_NBYTES = 4 << 20  # of a direct read: a multiple of any file system's block
+TRIAL_NBYTES = 4 << 20  # read through the page cache before its cost is judged
+_EXPENSIVE_S_PER_BYTE = 0.2e-9  # processor time; cheap pages cost 0.06e-9 to 0.1e-9
 _BLOCK_NBYTES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -42,15 +46,17 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 @final
 @attrs.define(eq=False)
 class LocalWriter:
-    """A storage.Writer with O_DIRECT.
+    """A storage.Writer with O_DIRECT, which writes one buffer while the caller fills the other.
 
-    Invariant: the file holds everything written except the last `held` bytes, which are at the start of the buffer.
+    Invariant: the file holds everything written, except the buffers that the thread has not written yet and then the
+    last `held` bytes, which are at the start of `buffer`.
     """
 
     path: Path
     fd: int
     buffer: mmap.mmap | None = None  # allocated by the first write; untouched pages cost nothing
     held: int = 0  # bytes in the buffer
+    thread: _BufferThread | None = None  # started by the second buffer: small files never pay for it
 
     @classmethod
     def create(cls, path: Path) -> LocalWriter:
@@ -60,17 +66,18 @@ class LocalWriter:
         if not data.nbytes:
             return
         if self.buffer is None:
-            self.buffer = mmap.mmap(-1, BUFFER_NBYTES)
-        into, rest = np.frombuffer(self.buffer, np.uint8), np.frombuffer(data, np.uint8)
+            self.buffer = huge_pages(BUFFER_NBYTES)
+        rest = np.frombuffer(data, np.uint8)
         while len(rest):
+            if self.held == BUFFER_NBYTES:
+                self._swap()
+            into = np.frombuffer(self.buffer, np.uint8)
             count = min(BUFFER_NBYTES - self.held, len(rest))
             np.copyto(into[self.held : self.held + count], rest[:count])  # releases the interpreter's lock
             self.held, rest = self.held + count, rest[count:]
-            if self.held == BUFFER_NBYTES:
-                self._flush(_O_DIRECT)
 
     def sync(self) -> None:
-        self._flush(0)
+        self._write_rest()
         with path_in_errors(self.path):
             os.fsync(self.fd)
 
@@ -80,44 +87,128 @@ class LocalWriter:
     def __exit__(self, *exc: object) -> None:
         try:
             if exc[0] is None:
-                self._flush(0)
+                self._write_rest()
         finally:
+            self._stop()
             with path_in_errors(self.path):
                 os.close(self.fd)
 
-    def _flush(self, direct: int) -> None:
-        """Write the held bytes; `direct` is O_DIRECT, which requires a full buffer, or 0."""
-        if self.buffer is None:
-            return
-        rest = memoryview(self.buffer)[: self.held]
-        with path_in_errors(self.path):
-            self._set_direct(direct)
-            while len(rest):
-                try:
-                    rest = rest[os.write(self.fd, rest) :]
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not direct:
-                        raise
-                    direct = 0  # the file system accepts the flag and rejects the write
-                    self._set_direct(0)
+    def _swap(self) -> None:
+        """Give the full buffer to the thread, and take an empty one."""
+        assert self.buffer is not None
+        try:
+            self.thread = self.thread or _BufferThread(self.path, self.fd)
+            self.buffer = self.thread.swap(self.buffer)
+        except RuntimeError:  # no more threads available: write here
+            with path_in_errors(self.path):
+                _write_all(self.fd, memoryview(self.buffer)[: self.held], _O_DIRECT)
         self.held = 0
 
-    def _set_direct(self, direct: int) -> None:
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        if flags & _O_DIRECT != direct:
-            with contextlib.suppress(OSError):  # unsupported: writes stay plain
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~_O_DIRECT | direct)
+    def _write_rest(self) -> None:
+        """Wait for the thread, and write what is held: whole blocks with O_DIRECT, if they are worth it."""
+        if (thread := self._stop()) is not None:
+            thread.check()
+        if self.buffer is None:
+            return
+        held, self.held = memoryview(self.buffer)[: self.held], 0
+        blocks = len(held) // _BLOCK_NBYTES * _BLOCK_NBYTES if len(held) >= LEAST_NBYTES else 0
+        with path_in_errors(self.path):
+            _write_all(self.fd, held[:blocks], _O_DIRECT)
+            _write_all(self.fd, held[blocks:], 0)
+
+    def _stop(self) -> _BufferThread | None:
+        """End the thread after its last write; a later write starts another."""
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            thread.join()
+        return thread
+
+
+@final
+class _BufferThread:
+    """Writes full buffers to a file in order, while the caller fills another."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+        self.error: BaseException | None = None  # nothing is written after it
+        self.full: SimpleQueue[mmap.mmap | None] = SimpleQueue()  # None: the end
+        self.empty: SimpleQueue[mmap.mmap] = SimpleQueue()
+        self.empty.put(huge_pages(BUFFER_NBYTES))
+        self.thread = threading.Thread(target=self._run, name="zckpt-write", daemon=True)
+        self.thread.start()
+
+    def swap(self, full: mmap.mmap) -> mmap.mmap:
+        """Queue a full buffer; return an empty one.  Raises the error of an earlier write."""
+        self.full.put(full)
+        empty = self.empty.get()
+        self.check()
+        return empty
+
+    def join(self) -> None:
+        """Wait until everything is written, or failed."""
+        self.full.put(None)
+        self.thread.join()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        while (buffer := self.full.get()) is not None:
+            try:
+                if self.error is None:
+                    with path_in_errors(self.path):
+                        _write_all(self.fd, memoryview(buffer)[:BUFFER_NBYTES], _O_DIRECT)
+            except BaseException as error:
+                self.error = error
+            self.empty.put(buffer)
+
+
+def huge_pages(nbytes: int) -> mmap.mmap:
+    """Zeroed memory of this process on huge pages, where the system has them.
+
+    A disk writes from them 1.4 times as fast, and the first touch costs a tenth.  Shared mappings, mmap's default,
+    usually get none.  Forked children do not inherit the memory: copies on write would double it.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, nbytes)
+    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with contextlib.suppress(OSError):  # not every kernel supports them
+            made.madvise(advice)
+    return made
+
+
+def _write_all(fd: int, data: memoryview, direct: int) -> None:
+    """Write all of `data` at the file's position; `direct`: O_DIRECT, for whole aligned blocks, or 0."""
+    if len(data):
+        _set_direct(fd, direct)
+    while len(data):
+        try:
+            data = data[os.write(fd, data) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            direct = 0  # the file system accepts the flag and rejects the write
+            _set_direct(fd, 0)
+
+
+def _set_direct(fd: int, direct: int) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & _O_DIRECT != direct:
+        with contextlib.suppress(OSError):  # unsupported: writes stay plain
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT | direct)
 
 
 @final
 @attrs.define(eq=False)
 class PlainReader:
-    """Reads through the page cache."""
+    """Reads through the page cache, which reads ahead."""
 
     path: Path
     fd: int
     nbytes: int
-    step_nbytes: int = 1 << 20  # read, then hashed, at once: fits a core's cache
+    step_nbytes: int = 512 << 10  # read, then hashed, at once: fits a core's cache
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")
@@ -136,32 +227,19 @@ class PlainReader:
 
 
 @final
-class _ThreadBuffer(threading.local):
-    """An aligned buffer per thread."""
-
-    def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, STEP_NBYTES + 2 * _BLOCK_NBYTES)
-
-    def view(self, nbytes: int) -> memoryview:
-        return memoryview(self.memory)[:nbytes]
-
-    def array(self, start: int, stop: int) -> NDArray[np.uint8]:
-        return np.frombuffer(self.memory, np.uint8)[start:stop]
-
-
-@final
 @attrs.define(eq=False)
-class DirectReader:
-    """Reads past the page cache, except what is cached already.  Owns `plain` and `fd`, two handles of one file."""
+class FrugalReader:
+    """Reads through the page cache, or past it where fresh pages are expensive.  For one thread; owns `plain`."""
 
     plain: PlainReader
-    fd: int  # opened with O_DIRECT; -1: not supported
-    buffer: _ThreadBuffer = attrs.field(factory=_ThreadBuffer)
-    step_nbytes: int = STEP_NBYTES
+    fd: int  # of the same file, with O_DIRECT
+    cpu_s: float = 0.0  # processor time of reads through the page cache
+    read_nbytes: int = 0  # bytes of those
+    buffer: mmap.mmap | None = None  # aligned, for direct reads
 
     @classmethod
-    def over(cls, plain: PlainReader) -> DirectReader | PlainReader:
-        """A direct reader of the same file, or `plain` where O_DIRECT is not supported."""
+    def over(cls, plain: PlainReader) -> FrugalReader | PlainReader:
+        """A frugal reader of the same file, or `plain` where O_DIRECT is not supported."""
         try:
             fd = os.open(plain.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | _O_DIRECT)
         except OSError:
@@ -175,16 +253,30 @@ class DirectReader:
     def nbytes(self) -> int:
         return self.plain.nbytes
 
+    @property
+    def step_nbytes(self) -> int:
+        return DIRECT_NBYTES if self.is_expensive else self.plain.step_nbytes
+
+    @property
+    def is_expensive(self) -> bool:
+        """True if enough was read to know that fresh pages cost too much."""
+        return self.read_nbytes >= TRIAL_NBYTES and self.cpu_s > _EXPENSIVE_S_PER_BYTE * self.read_nbytes
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         data = buffer.cast("B")
-        for start in range(0, len(data), STEP_NBYTES):
-            part = data[start : start + STEP_NBYTES]
-            if (
-                len(part) < LEAST_NBYTES
-                or self._is_cached(offset + start, part)
-                or not self._read_direct(offset + start, part)
-            ):
+        if not self.is_expensive:
+            self._read_plain(offset, data)
+            return
+        for start in range(0, len(data), DIRECT_NBYTES):
+            part = data[start : start + DIRECT_NBYTES]
+            if self._is_cached(offset + start, part) or not self._read_direct(offset + start, part):
                 self.plain.read_into(offset + start, part)
+
+    def _read_plain(self, offset: int, data: memoryview) -> None:
+        before = time.thread_time()
+        self.plain.read_into(offset, data)
+        self.cpu_s += time.thread_time() - before
+        self.read_nbytes += len(data)
 
     def _is_cached(self, offset: int, part: memoryview) -> bool:
         """True if the first and the last byte are in the page cache: a heuristic that costs microseconds."""
@@ -196,12 +288,12 @@ class DirectReader:
 
     def _read_direct(self, offset: int, part: memoryview) -> bool:
         """Read the whole blocks around the part and copy it; False if that is not possible here."""
-        if self.fd < 0:
-            return False
+        if self.buffer is None:
+            self.buffer = huge_pages(DIRECT_NBYTES + 2 * _BLOCK_NBYTES)
         skip = offset % _BLOCK_NBYTES
         nbytes = -(-(skip + len(part)) // _BLOCK_NBYTES) * _BLOCK_NBYTES
         try:
-            count = os.preadv(self.fd, [self.buffer.view(nbytes)], offset - skip)
+            count = os.preadv(self.fd, [memoryview(self.buffer)[:nbytes]], offset - skip)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 error.filename = error.filename or str(self.plain.path)
@@ -210,10 +302,10 @@ class DirectReader:
         if count < skip + len(part):  # interrupted, or the file is shorter: the plain read distinguishes the two
             return False
         into = np.frombuffer(part, np.uint8)
-        np.copyto(into, self.buffer.array(skip, skip + len(part)))  # releases the interpreter's lock
+        np.copyto(into, np.frombuffer(self.buffer, np.uint8)[skip : skip + len(part)])  # releases the GIL
         return True
 
-    def __enter__(self) -> DirectReader:
+    def __enter__(self) -> FrugalReader:
         return self
 
     def __exit__(self, *exc: object) -> None:

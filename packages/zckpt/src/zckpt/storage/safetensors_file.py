@@ -2,7 +2,7 @@
 
 The safetensors library writes files from tensors that are all in memory, and neither hashes nor syncs.  Here the
 header is computed first (format/safetensors_layout.py); each tensor is then read once (from a GPU through a pinned
-buffer), hashed one chunk at a time and written while the chunk is in cache.
+buffer), hashed one chunk at a time and written while the chunk is in cache.  Small neighbours are joined first.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from zckpt.format import canonical, chunks
-from zckpt.format.safetensors_layout import FileLayout
+from zckpt.format.safetensors_layout import FileLayout, TensorPart
 from zckpt.storage.storage import Reader, Writer
 
 _DEVICE_NBYTES = 8 << 20  # bytes copied from a GPU at once
+_STEP_NBYTES = 256 << 10  # hashed, then copied, at once: fits a core's cache
+_SMALL_NBYTES = 16 << 10  # largest part that is joined with its neighbours
+_JOINABLE = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32})
 
 
 def write(writer: Writer, layout: FileLayout, tensors: Iterable[Tensor]) -> list[str]:
@@ -27,17 +30,47 @@ def write(writer: Writer, layout: FileLayout, tensors: Iterable[Tensor]) -> list
     `tensors`: the values of each part in order, (region.numel,) contiguous, on any device.
     """
     writer.write(memoryview(layout.header))
-    digests = []
-    for part, tensor in zip(layout.parts, tensors, strict=True):
-        assert (tensor.dtype, tensor.numel()) == (part.dtype, part.region.numel), part
-        chunk = chunks.chunk_nbytes(part.nbytes)
-        found = []
-        for data in host_chunks(tensor):
-            found.append(chunks.digests(data, chunk))
-            writer.write(data)
-        digests.append("".join(found))
+    digests: list[str] = []
+    for group in _groups(zip(layout.parts, tensors, strict=True)):
+        digests += _write_small(writer, group) if len(group) > 1 else [_write_one(writer, *group[0])]
     writer.sync()
     return digests
+
+
+def _groups(given: Iterable[tuple[TensorPart, Tensor]]) -> Iterator[list[tuple[TensorPart, Tensor]]]:
+    """Small neighbours of one dtype and device together, at most one chunk of bytes; each other part alone."""
+    group: list[tuple[TensorPart, Tensor]] = []
+    nbytes, kind = 0, (torch.bool, torch.device("meta"))
+    for part, tensor in given:
+        assert (tensor.dtype, tensor.numel()) == (part.dtype, part.region.numel), part
+        size, is_joinable = part.nbytes, (part.dtype, tensor.device) == kind and part.dtype in _JOINABLE
+        if group and not (is_joinable and size <= _SMALL_NBYTES and nbytes + size <= chunks.MAX_NBYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append((part, tensor))
+        nbytes, kind = nbytes + size, (part.dtype, tensor.device)
+    if group:
+        yield group
+
+
+def _write_small(writer: Writer, group: list[tuple[TensorPart, Tensor]]) -> list[str]:
+    """Write several parts by one call, as tens of thousands of calls cost more than the bytes."""
+    (data,) = host_chunks(torch.cat([tensor for _, tensor in group]))
+    digests, start = [], 0
+    for part, _ in group:
+        stop = start + part.nbytes
+        digests.append(chunks.digests(data[start:stop], chunks.chunk_nbytes(stop - start)))
+        start = stop
+    writer.write(data)
+    return digests
+
+
+def _write_one(writer: Writer, part: TensorPart, tensor: Tensor) -> str:
+    hasher = chunks.Hasher(chunks.chunk_nbytes(part.nbytes))
+    for data in host_chunks(tensor, _STEP_NBYTES):
+        hasher.update(data)
+        writer.write(data)
+    return hasher.digests()
 
 
 def unit_stride(tensor: Tensor) -> Tensor:

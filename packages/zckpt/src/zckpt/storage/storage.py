@@ -22,7 +22,7 @@ from typing import Protocol, final
 
 import attrs
 
-from zckpt.storage.local_files import DirectReader, LocalWriter, PlainReader, path_in_errors
+from zckpt.storage.local_files import FrugalReader, LocalWriter, PlainReader, path_in_errors
 
 
 class PathKind(enum.Enum):
@@ -155,8 +155,10 @@ class LocalStorage:
         if not stat.S_ISREG(state.st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a plain file", str(path))
+        with contextlib.suppress(OSError, AttributeError):  # a hint
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         plain = PlainReader(path, fd, state.st_size)
-        return DirectReader.over(plain) if once else plain
+        return FrugalReader.over(plain) if once else plain
 
     def create(self, path: Path) -> Writer:
         return LocalWriter.create(path)

@@ -83,10 +83,10 @@ class RestoredState:
     def add(self, name: str, shard: zpartition.Shard) -> None:
         """Add a shard to read into its staged tensor; numbers are read into extra tensors and checked first."""
         if shard.global_shape == () and shard.tensor.numel() == 1:
-            self.numbers.append(attrs.evolve(shard, name=name, tensor=shard.tensor.clone()))
+            self.numbers.append(zpartition.Shard(name, (), shard.box, shard.span, shard.tensor.clone()))
             self.staged.append(shard.tensor)
         else:
-            self.shards.append(attrs.evolve(shard, name=name))
+            self.shards.append(shard.renamed(name))
 
     def stage_numbers(self) -> None:
         """Check the numbers that were read, and stage them.

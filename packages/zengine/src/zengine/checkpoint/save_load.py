@@ -70,6 +70,7 @@ class Checkpoints:
 
     saver: Saver
 
+    @zckpt.collector_paused()
     def save(
         self,
         run: Run,
@@ -112,6 +113,7 @@ class Checkpoints:
             )
             return self.saver.save(root, common, content, peers)
 
+    @zckpt.collector_paused()
     def load(
         self,
         run: Run,
@@ -232,7 +234,7 @@ def _shards(run: Run, left_out: frozenset[str]) -> Iterator[zckpt.ShardLike]:
     yield from _with_prefix(shard for shard in partition.shards() if shard.name not in left_out)
     if run.optimizer is not None:
         for key, shard in zpartition.state_shards(run.optimizer, partition.holders):
-            yield attrs.evolve(shard, name=f"{OPTIMIZER}{key}.{shard.name}")
+            yield shard.renamed(f"{OPTIMIZER}{key}.{shard.name}")
 
 
 def stored(tensors: Mapping[str, torch.Tensor]) -> list[zckpt.Shard]:
@@ -243,7 +245,7 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> list[zckpt.Shard]:
 def _with_prefix(shards: Iterable[Any]) -> Iterator[Any]:
     """Yield shards with the names that weights have in a checkpoint."""
     for shard in shards:
-        yield attrs.evolve(shard, name=MODEL + shard.name)
+        yield shard.renamed(MODEL + shard.name)
 
 
 def _small_state(

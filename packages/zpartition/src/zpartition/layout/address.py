@@ -8,6 +8,7 @@ so checkpoints need no converter.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ class Address:
         """Yield (box, span of the flattened box, slice of `span`) for elements `span` of the flattened memory."""
         start = 0
         for box in self.boxes:
-            stop = start + torch.Size(hi - lo for lo, hi in box).numel()
+            stop = start + math.prod(hi - lo for lo, hi in box)
             lo, hi = max(start, span[0]), min(stop, span[1])
             if lo < hi or (start == 0 and span[0] == span[1] == 0 and not self.is_elsewhere):
                 yield box, (lo - start, max(lo, hi) - start), slice(lo - span[0], max(lo, hi) - span[0])
@@ -81,6 +82,10 @@ class Shard:
     span: tuple[int, int]  # [lo, hi) of the flattened box
     tensor: torch.Tensor  # (span length,), live memory: copying into it loads the tensor
 
+    def renamed(self, name: str) -> Shard:
+        """The same memory under another name."""
+        return Shard(name, self.global_shape, self.box, self.span, self.tensor)
+
 
 @attrs.frozen(eq=False)
 class LazyShard:
@@ -94,6 +99,10 @@ class LazyShard:
     box: Box
     span: tuple[int, int]
     read: Callable[[], torch.Tensor]  # returns (span length,), contiguous
+
+    def renamed(self, name: str) -> LazyShard:
+        """The same values under another name."""
+        return LazyShard(name, self.global_shape, self.box, self.span, self.read)
 
     @property
     def tensor(self) -> torch.Tensor:
