@@ -53,6 +53,7 @@ class Library:
     lib: Any
     levels: tuple[str, ...]  # the instruction sets that run here, slowest first; C numbers them in this order
     threads: str  # POOL or CALLER
+    reads_tensors: bool  # the extension can view tensor objects, see watch.py
 
     def level(self) -> str:
         """Return the instruction set in use."""
@@ -127,7 +128,8 @@ def _load() -> Library | str:
     runs = tuple(name for level, name in enumerate(names) if lib.zk_level_runs_here(level))
     omp = _omp_addresses()
     lib.zk_set_omp(*omp)
-    found = Library(ffi, lib, runs, POOL if all(omp) else CALLER)
+    views = lib.zk_use_exchange(_exchange_address(), id(torch.Tensor))
+    found = Library(ffi, lib, runs, POOL if all(omp) else CALLER, bool(views))
     found.set_level(choice or runs[lib.zk_best_level()])
     return found
 
@@ -155,6 +157,16 @@ def _omp_addresses() -> tuple[int, int, int]:
     except (AttributeError, OSError, TypeError):  # no such function, or no such look-up on this platform
         return 0, 0, 0
     return found[0], found[1], found[2]
+
+
+def _exchange_address() -> int:
+    """Return the address of DLPack's C exchange API for torch's tensors; 0 if this torch has none."""
+    table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if table is None:
+        return 0
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return int(pointer(table, b"dlpack_exchange_api") or 0)
 
 
 def _checkout() -> Path | None:
