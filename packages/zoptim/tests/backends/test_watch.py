@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
 import zoptim
 from zoptim.backends import native
+from zoptim.backends.native import Reader
 from zoptim.backends.watch import Grads, GradTrace, Trace
 
 
-@pytest.fixture(params=["extension", "python"])
-def reader(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both readers of tensor objects."""
-    if request.param == "extension":
+@pytest.fixture(params=["words", "objects", "python"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The three readers of tensor objects."""
+    if request.param != "python":
         found = native.library()
         assert found is not None
-        assert found.reads_tensors
+        assert found.reader is Reader.WORDS or sys.version_info >= (3, 12)  # later, dicts may have no version
+        slower = attrs.evolve(found, reader=Reader.OBJECTS)
+        if request.param == "objects":
+            monkeypatch.setattr(native, "library", lambda: slower)
         yield request.param
     else:
         with native.use_level("none"):
@@ -109,6 +115,7 @@ def test_every_change_is_noticed(change: Callable[[list[Any]], None], reader: st
     kept = [tensor.data for params in root[0] for tensor in params]  # new memory lies elsewhere
     trace = Trace.of(root)
     assert trace.fits(root)
+    assert trace.fits(root)
     change(root)
     assert not trace.fits(root)
     assert Trace.of(root).fits(root)
@@ -172,6 +179,7 @@ def test_a_gradient_of_another_kind_is_told_from_one_that_moved(
     params, weights = make_grads()
     kept = params[0].grad
     trace = GradTrace.of(params, weights)
+    assert [trace.read(params, weights) for _ in range(2)] == [Grads.SAME, Grads.SAME]
     params[0].grad = grad
     assert trace.read(params, weights) is found
     if found is Grads.MOVED:
@@ -185,6 +193,7 @@ def test_a_gradient_of_another_kind_is_told_from_one_that_moved(
 def test_a_gradient_that_appears_moves_or_changes_its_dtype_is_noticed(reader: str) -> None:
     params, weights = make_grads()
     trace = GradTrace.of(params, weights)
+    assert trace.read(params, weights) is Grads.SAME
     kept = params[0].grad
     assert kept is not None
     kept.data = kept.data.clone()
@@ -196,6 +205,33 @@ def test_a_gradient_that_appears_moves_or_changes_its_dtype_is_noticed(reader: s
     weights[2].data = torch.ones(2)
     weights[2].grad = torch.ones(2)
     assert trace.read(params, weights) is Grads.OTHER
+
+
+def test_a_gradient_of_another_layout_in_the_memory_of_the_last_one_is_another(reader: str) -> None:
+    """Its object may lie where the last one was, too."""
+    param, memory = torch.ones(4, 6, requires_grad=True), torch.ones(24)
+    for _ in range(20):
+        param.grad = memory.view(4, 6)
+        trace = GradTrace.of([param], [param])
+        assert trace.read([param], [param]) is Grads.SAME
+        param.grad = None
+        param.grad = memory.view(6, 4).t()
+        assert trace.read([param], [param]) is Grads.OTHER
+
+
+def test_what_is_watched_stays_equal_while_values_change() -> None:
+    """So that a step over the same gradients does not ask every tensor."""
+    found = native.library()
+    assert found is not None
+    root = make_root()
+    params, weights = make_grads()
+    trace, grads = Trace.of(root), GradTrace.of(params, weights)
+    assert (trace.fits(root), grads.read(params, weights)) == (True, Grads.SAME)
+    with torch.no_grad():
+        state_of(root)["m"].add_(1)
+        root[0][0][0].mul_(2)
+        params[0].grad.add_(1)  # type: ignore[union-attr]
+    assert trace.watch.holds(found) is grads.watch.holds(found) is (found.reader is Reader.WORDS)
 
 
 def test_a_step_keeps_no_gradient_alive() -> None:

@@ -31,6 +31,7 @@ from zoptim.backends import native
 from zoptim.backends import select as backends
 from zoptim.backends.contract import FORMAT_OF_DTYPE, SPAN_NUMEL
 from zoptim.backends.memory import addresses, as_dense
+from zoptim.backends.native import Reader
 from zoptim.checks import number
 
 __all__ = ["GradStats", "grad_stats", "sum_of_squares"]
@@ -54,10 +55,20 @@ class GradStats:
         not synchronize with the device.  Raises TypeError or ValueError for a negative max_norm.
         """
         number("max_norm", max_norm, 0)
+        if isinstance(loss_scale, (int, float)) and loss_scale > 0 and self.norm.device.type == "cpu":
+            return torch.tensor(_divisor(self.norm.item(), float(loss_scale), max_norm), dtype=torch.float32)
         scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=self.norm.device)
         if max_norm == 0:
             return scale.float()
         return (scale * ((self.norm / scale + 1e-6) / max_norm).clamp(min=1.0)).float()
+
+
+def _divisor(norm: float, scale: float, max_norm: float) -> float:
+    """The divisor in Python: the same operations, so the same bits."""
+    if max_norm == 0:
+        return scale
+    factor = (norm / scale + 1e-6) / max_norm
+    return scale * (1.0 if factor < 1.0 else factor)  # NaN stays NaN
 
 
 def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
@@ -92,7 +103,7 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
 def _fast_squares(grads: list[Tensor]) -> float | None:
     """Sum the squares of contiguous CPU gradients of one dtype that has a kernel; None for others."""
     library = native.library()
-    if library is None or not library.reads_tensors or not grads:
+    if library is None or library.reader is Reader.NONE or not grads:
         return None
     rows, numel = array("Q", bytes(8 * len(grads))), array("q", bytes(8 * len(grads)))
     view = library.ffi.from_buffer

@@ -4,19 +4,22 @@ Problem: kernels use raw addresses, and `tensor.data = ...`, `set_`, offloading 
 of an object, so every step must look at every tensor.  In Python that takes 0.1 us per tensor and question: several
 times the update of a small tensor.
 
-Design: the extension walks the containers in one call and compares what it finds with what it recorded (`tensors.c`);
-it reads tensor objects through DLPack's C exchange API.  Without the extension, and for tensors that DLPack cannot
-view, Python asks the same questions.
+Design: three readers, each of which the next one backs up.
 
-Rejected: hooks on assignment (none exist for `.data`), torch's headers (a wheel for each torch), reading addresses at
-known offsets of torch's objects (no one promises the offsets).
+1. `Watch` compares the words of memory that hold identities and addresses (`probe.py` finds their places), in one
+   call that follows no pointer.  A difference proves nothing.
+2. The extension walks the containers and compares what it finds with what it recorded (`tensors.c`); it reads
+   tensor objects through DLPack's C exchange API.
+3. Without the extension, and for tensors that DLPack cannot view, Python asks the same questions.
+
+Rejected: hooks on assignment (none exist for `.data`), torch's headers (a wheel for each torch).
 """
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,13 +27,41 @@ import torch
 from torch import Tensor
 
 from zoptim.backends import native
+from zoptim.backends.native import Reader
 
-__all__ = ["GradTrace", "Grads", "Trace", "gradients", "kinds_of"]
+__all__ = ["GradTrace", "Grads", "Trace", "Watch", "gradients", "kinds_of"]
 
+_MOST_DIM = 5  # a tensor of more dims keeps its sizes elsewhere, and new ones may lie at the same place
 _DEPTH = 3  # [[[parameter]], {parameter: {name: tensor}}], as MOST_DEPTH of tensors.c
 
 
 @attrs.frozen(eq=False)
+class Watch:
+    """Words of memory, and what they were.  The words before a place prove that it may be read."""
+
+    places: array[int]  # "Q", addresses
+    values: array[int]  # "Q"
+
+    @classmethod
+    def of(cls, record: Callable[[Any, Any, int], int], library: native.Library) -> Watch:
+        """Record by a function of tensors.c that takes two arrays and their length."""
+        view, null = library.ffi.from_buffer, library.ffi.NULL
+        length = record(null, null, 0)
+        result = cls(array("Q", bytes(8 * length)), array("Q", bytes(8 * length)))
+        found = record(view("uint64_t[]", result.places), view("uint64_t[]", result.values), length)
+        return result if found == length else NOTHING
+
+    def holds(self, library: native.Library) -> bool:
+        """Return whether every word is as it was; False if there is none."""
+        view = library.ffi.from_buffer
+        places, values = view("uint64_t[]", self.places), view("uint64_t[]", self.values)
+        return bool(self.values) and bool(library.lib.zk_is_unchanged(places, values, len(self.values)))
+
+
+NOTHING = Watch(array("Q"), array("Q"))
+
+
+@attrs.define(eq=False)
 class Trace:
     """What nested lists and dicts contained: tensors of lists, dicts and keys by identity; every tensor's address.
 
@@ -39,6 +70,8 @@ class Trace:
 
     words: array[int]  # "Q"
     held: list[Any]
+    root: list[Any] = attrs.field(factory=list)  # of the watch
+    watch: Watch = NOTHING
 
     @classmethod
     def of(cls, root: list[Any]) -> Trace:
@@ -49,10 +82,24 @@ class Trace:
     def fits(self, root: list[Any]) -> bool:
         """Return whether `root` is as it was."""
         library = native.library()
-        if library is None or not library.reads_tensors:
+        if library is None or library.reader is Reader.NONE:
             return array("Q", _walk(root, [])) == self.words
+        if _are_same(root, self.root) and self.watch.holds(library):
+            return True
+        self.watch = NOTHING
         words = library.ffi.from_buffer("uint64_t[]", self.words)
-        return bool(library.lib.zk_is_traced(id(root), words, len(self.words)))
+        is_same = bool(library.lib.zk_is_traced(id(root), words, len(self.words)))
+        if is_same and library.reader is Reader.WORDS:
+            self.root = root
+            self.watch = Watch.of(lambda *room: library.lib.zk_watch(id(root), *room), library)
+        return is_same
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    """Return whether two values are one object, or lists of lists of the same objects; both are short."""
+    if a is b or not (isinstance(a, list) and isinstance(b, list)):
+        return a is b
+    return len(a) == len(b) and all(map(_are_same, a, b))
 
 
 def _walk(found: Any, held: list[Any], depth: int = 0, is_in_list: bool = True) -> Iterator[int]:
@@ -93,13 +140,14 @@ class GradTrace:
 
     kinds: array[int] | tuple[list[Any], ...]  # the extension's words, or `kinds_of`
     addresses: array[int]  # "Q", one per parameter; 0 without a gradient
+    watch: Watch = NOTHING
 
     @classmethod
     def of(cls, params: list[Tensor], weights: list[Tensor]) -> GradTrace:
         """Record the gradients of `params`; where one is None, that of the tensor in `weights`."""
         result = cls((), array("Q", [0]) * len(params))
         library = native.library()
-        if library is not None and library.reads_tensors:
+        if library is not None and library.reader is not Reader.NONE:
             view = library.ffi.from_buffer
             words = array("Q", [0]) * sum(2 + 2 * param.dim() for param in params)
             found = view("uint64_t[]", result.addresses)
@@ -114,10 +162,21 @@ class GradTrace:
         """Compare the gradients of this step, and take their addresses."""
         library = native.library()
         if library is not None and isinstance(self.kinds, array):
+            if self.watch.holds(library):
+                return Grads.SAME
             view = library.ffi.from_buffer
             words, found = view("uint64_t[]", self.kinds), view("uint64_t[]", self.addresses)
-            moved = library.lib.zk_read_grads(id(params), id(weights), words, len(self.kinds), found)
-            return _RESULTS[moved]
+            result = _RESULTS[library.lib.zk_read_grads(id(params), id(weights), words, len(self.kinds), found)]
+            self.watch = NOTHING
+            if (
+                result is Grads.SAME
+                and library.reader is Reader.WORDS
+                and all(param.dim() <= _MOST_DIM for param in params)
+            ):
+                self.watch = Watch.of(
+                    lambda *room: library.lib.zk_watch_grads(id(params), id(weights), *room), library
+                )
+            return result
         grads = gradients(params, weights)
         if kinds_of(grads) != self.kinds:
             return Grads.OTHER

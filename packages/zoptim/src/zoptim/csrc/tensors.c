@@ -176,6 +176,87 @@ int zk_read_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int64_t le
   return t.used == length ? result : -1;
 }
 
+/* Words of memory ----------------------------------------------------------------------------------- */
+
+/* The cheapest question: are the words that hold identities and addresses as they were?  The places of these words in
+ * torch's and Python's objects are found by probing (probe.py).  Each place is inside an object that the words before
+ * it prove alive, so the comparison stops at the first difference. */
+static zk_places places;
+
+void zk_use_places(const zk_places *found) { places = *found; }
+
+typedef struct {
+  uint64_t *at, *values;
+  int64_t capacity, used;
+} watch;
+
+/* Watch the word at `address` and return it. */
+static uint64_t add(watch *w, uint64_t address) {
+  uint64_t value = *(const uint64_t *)(uintptr_t)address;
+  if (w->used < w->capacity) {
+    w->at[w->used] = address;
+    w->values[w->used] = value;
+  }
+  w->used++;
+  return value;
+}
+
+static void add_memory(watch *w, uint64_t impl) {
+  uint64_t storage = add(w, impl + (uint64_t)places.storage);
+  add(w, impl + (uint64_t)places.offset);
+  if (storage) add(w, storage + (uint64_t)places.data);
+}
+
+static void add_object(watch *w, PyObject *object, int depth) {
+  uint64_t address = (uint64_t)(uintptr_t)object;
+  if (PyObject_TypeCheck(object, tensor_type)) {
+    add_memory(w, add(w, address + (uint64_t)places.impl));
+  } else if (depth <= MOST_DEPTH && PyList_Check(object)) {
+    uint64_t length = add(w, address + (uint64_t)places.length), items = add(w, address + (uint64_t)places.items);
+    for (uint64_t i = 0; i < length; i++) add_object(w, object_at(add(w, items + 8 * i)), depth + 1);
+  } else if (depth <= MOST_DEPTH && PyDict_Check(object)) {
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    add(w, address + (uint64_t)places.version); /* another number after every change of the dict */
+    while (PyDict_Next(object, &at, &key, &value)) add_object(w, value, depth + 1);
+  }
+}
+
+/* Watch the gradient of a tensor with everything that describes it.  Returns 0 if it has none. */
+static int add_grad(watch *w, PyObject *tensor) {
+  uint64_t meta = add(w, add(w, (uint64_t)(uintptr_t)tensor + (uint64_t)places.impl) + (uint64_t)places.meta);
+  uint64_t grad = meta ? add(w, meta + (uint64_t)places.grad) : places.no_grad;
+  if (grad == places.no_grad) return 0;
+  uint64_t storage = add(w, grad + (uint64_t)places.storage);
+  for (int64_t k = places.storage + 8; k < places.impl_bytes; k += 8) add(w, grad + (uint64_t)k);
+  if (storage) add(w, storage + (uint64_t)places.data);
+  return 1;
+}
+
+int64_t zk_watch(uint64_t root, uint64_t *at, uint64_t *values, int64_t capacity) {
+  watch w = {at, values, capacity, 0};
+  PyGILState_STATE state = PyGILState_Ensure();
+  add_object(&w, object_at(root), 0);
+  PyGILState_Release(state);
+  return w.used;
+}
+
+int64_t zk_watch_grads(uint64_t params, uint64_t weights, uint64_t *at, uint64_t *values, int64_t capacity) {
+  watch w = {at, values, capacity, 0};
+  PyGILState_STATE state = PyGILState_Ensure();
+  PyObject *list = object_at(params), *others = object_at(weights);
+  for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
+    if (!add_grad(&w, PyList_GetItem(list, i)) && others != list) add_grad(&w, PyList_GetItem(others, i));
+  PyGILState_Release(state);
+  return w.used;
+}
+
+int zk_is_unchanged(const uint64_t *at, const uint64_t *values, int64_t length) {
+  for (int64_t i = 0; i < length; i++)
+    if (*(const uint64_t *)(uintptr_t)at[i] != values[i]) return 0;
+  return 1;
+}
+
 /* Rows for sums ------------------------------------------------------------------------------------- */
 
 static int format_of(const dl_tensor *x) {

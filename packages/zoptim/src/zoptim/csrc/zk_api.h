@@ -72,6 +72,23 @@ int64_t zk_record_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int6
 /* Compare gradients with recorded kinds and store their addresses.  Returns 1 if one moved, else 0; -1 if the kinds
  * differ. */
 int zk_read_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int64_t length, uint64_t *addresses);
+/* Bytes from the beginning of an object to a word of it, found by probe.py. */
+typedef struct {
+  int64_t impl;             /* tensor object: its implementation */
+  int64_t storage, offset;  /* implementation: its storage, the offset in it */
+  int64_t meta, impl_bytes; /* autograd's record; the words that describe the tensor end here */
+  int64_t data;             /* storage: its memory */
+  int64_t grad;             /* autograd's record: the implementation of the gradient, */
+  uint64_t no_grad;         /* and the value of that word without one */
+  int64_t length, items;    /* list: number of items, their array */
+  int64_t version;          /* dict: a number that every change makes unique */
+} zk_places;
+void zk_use_places(const zk_places *found);
+/* Record the words that change when a tensor in nested containers is replaced or moved, and those of gradients.
+ * Return their number; if it exceeds the capacity, the rest is not written. */
+int64_t zk_watch(uint64_t root, uint64_t *at, uint64_t *values, int64_t capacity);
+int64_t zk_watch_grads(uint64_t params, uint64_t weights, uint64_t *at, uint64_t *values, int64_t capacity);
+int zk_is_unchanged(const uint64_t *at, const uint64_t *values, int64_t length);
 /* Addresses and sizes of a list of tensors.  Returns their format; ZK_NONE if they are not contiguous CPU tensors of
  * one format. */
 int zk_rows(uint64_t tensors, uint64_t *addresses, int64_t *numel);
