@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
 import zoptim
@@ -193,8 +194,8 @@ def test_hooks_of_an_optimizer_and_of_all_run_once_a_step() -> None:
     handles = [
         optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
         optimizer.register_step_post_hook(lambda *_: seen.append("after")),
-        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: seen.append("before all")),
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: seen.append("after all")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before all")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after all")),
     ]
     for kept in (handles, handles[1:], handles[3:]):
         for handle in set(handles) - set(kept):
