@@ -86,8 +86,8 @@ ZK_FN void store_q8_as(in_f x, uint8_t *restrict y, float *restrict scale, int64
     const float factor = zk_q8_factor(absmax);
     scale[at / ZK_BLOCK] = absmax < ZK_TINY ? 0.0f : absmax;
     for (int64_t i = at; i < end; i++)
-      y[i] = is_square ? zk_to_q8_root(x[i], factor, noise_of(x[i], seed, stochastic, 19))
-                       : zk_to_q8_signed(x[i], factor, noise_of(x[i], seed, stochastic, 20));
+      y[i] = (uint8_t)(is_square ? zk_to_q8_root(x[i], factor, noise_of(x[i], seed, stochastic, 19))
+                                 : zk_to_q8_signed(x[i], factor, noise_of(x[i], seed, stochastic, 20)));
   }
 }
 static void store_q8(in_f x, uint8_t *y, float *scale, int64_t n, int is_square, uint32_t seed) {
@@ -275,8 +275,8 @@ ZK_FN void fused_adam(const zk_job *job, int64_t row, int64_t from, int64_t to, 
   }
 ZK_FUSED(ZK_DEFINE)
 
-/* Adam with 8-bit states: a block at a time, in loops over buffers that stay in the first-level cache.  A loop with
- * bytes and floats would hold 64 elements in registers and spill; these loops have few streams each. */
+/* Adam with 8-bit states: a block at a time, in loops over buffers that stay in the first-level cache.  One loop
+ * would hold 64 elements of everything in registers, since bytes are narrow, and spill. */
 ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t to, const int W, const int G, const int C) {
   const zk_coef c = ((const zk_coef *)job->coefs)[row];
   const uint32_t seed_p = zk_seed(c.seed, 0), seed_m = zk_seed(c.seed, 1), seed_v = zk_seed(c.seed, 2);
@@ -310,8 +310,8 @@ ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t t
     const float factor_m = zk_q8_factor(new_m), factor_v = zk_q8_factor(new_v);
     *scale_m = new_m < ZK_TINY ? 0.0f : new_m;
     *scale_v = new_v < ZK_TINY ? 0.0f : new_v;
-    for (int i = 0; i < ZK_BLOCK; i++) m[i] = zk_to_q8_signed(mean[i], factor_m, zk_noise(mean[i], seed_m) >> 12);
-    for (int i = 0; i < ZK_BLOCK; i++) v[i] = zk_to_q8_root(root[i], factor_v, zk_noise(root[i], seed_v) >> 13);
+    for (int i = 0; i < ZK_BLOCK; i++) m[i] = (uint8_t)zk_to_q8_signed(mean[i], factor_m, zk_noise(mean[i], seed_m) >> 12);
+    for (int i = 0; i < ZK_BLOCK; i++) v[i] = (uint8_t)zk_to_q8_root(root[i], factor_v, zk_noise(root[i], seed_v) >> 13);
   }
   if (whole < to) pieces(job, row, whole, to, visit_rule, 0, 3);
 }
