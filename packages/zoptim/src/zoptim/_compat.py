@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.optim._adafactor import adafactor as _functional_adafactor
 from torch.optim.adam import adam as _functional_adam
 from torch.optim.adamw import adamw as _functional_adamw
@@ -55,7 +56,7 @@ def skip_idle_hooks(cls: type[torch.optim.Optimizer]) -> None:
 
 def _is_observed(optimizer: Any) -> bool:
     local = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(local or _all_pre_hooks or _all_post_hooks or torch.autograd._profiler_enabled())
+    return bool(local or _all_pre_hooks or _all_post_hooks or _profiler_enabled())
 
 
 @attrs.frozen(eq=False)

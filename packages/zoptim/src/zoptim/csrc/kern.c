@@ -275,6 +275,18 @@ ZK_FN void fused_adam(const zk_job *job, int64_t row, int64_t from, int64_t to, 
   }
 ZK_FUSED(ZK_DEFINE)
 
+#define ZK_SHARED_LOOP static __attribute__((noinline)) void /* one copy serves all formats: the wheel is smaller */
+ZK_SHARED_LOOP decode_block(const uint8_t *restrict m, const uint8_t *restrict v, float old_m, float old_v, out_f mean, out_f root) {
+  for (int i = 0; i < ZK_BLOCK; i++) mean[i] = zk_from_q8_signed(m[i], old_m);
+  for (int i = 0; i < ZK_BLOCK; i++) root[i] = zk_from_q8_root(v[i], old_v);
+}
+ZK_SHARED_LOOP encode_means(in_f mean, uint8_t *restrict m, float factor, uint32_t seed) {
+  for (int i = 0; i < ZK_BLOCK; i++) m[i] = (uint8_t)zk_to_q8_signed(mean[i], factor, zk_noise(mean[i], seed) >> 12);
+}
+ZK_SHARED_LOOP encode_roots(in_f root, uint8_t *restrict v, float factor, uint32_t seed) {
+  for (int i = 0; i < ZK_BLOCK; i++) v[i] = (uint8_t)zk_to_q8_root(root[i], factor, zk_noise(root[i], seed) >> 13);
+}
+
 /* Adam with 8-bit states: a block at a time, in loops over buffers that stay in the first-level cache.  One loop
  * would hold 64 elements of everything in registers, since bytes are narrow, and spill. */
 ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t to, const int W, const int G, const int C) {
@@ -291,8 +303,7 @@ ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t t
     float *scale_m = (float *)(uintptr_t)job->scales[0][row] + at / ZK_BLOCK;
     float *scale_v = (float *)(uintptr_t)job->scales[1][row] + at / ZK_BLOCK;
     const float old_m = *scale_m, old_v = *scale_v;
-    for (int i = 0; i < ZK_BLOCK; i++) mean[i] = zk_from_q8_signed(m[i], old_m);
-    for (int i = 0; i < ZK_BLOCK; i++) root[i] = zk_from_q8_root(v[i], old_v);
+    decode_block(m, v, old_m, old_v, mean, root);
     uint32_t most_m = 0, most_v = 0;
     ZK_LOOP
     for (int i = 0; i < ZK_BLOCK; i++) {
@@ -310,8 +321,8 @@ ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t t
     const float factor_m = zk_q8_factor(new_m), factor_v = zk_q8_factor(new_v);
     *scale_m = new_m < ZK_TINY ? 0.0f : new_m;
     *scale_v = new_v < ZK_TINY ? 0.0f : new_v;
-    for (int i = 0; i < ZK_BLOCK; i++) m[i] = (uint8_t)zk_to_q8_signed(mean[i], factor_m, zk_noise(mean[i], seed_m) >> 12);
-    for (int i = 0; i < ZK_BLOCK; i++) v[i] = (uint8_t)zk_to_q8_root(root[i], factor_v, zk_noise(root[i], seed_v) >> 13);
+    encode_means(mean, m, factor_m, seed_m);
+    encode_roots(root, v, factor_v, seed_v);
   }
   if (whole < to) pieces(job, row, whole, to, visit_rule, 0, 3);
 }

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+ALL = (-1, 0)  # the place of all gradients of a group, in order
+
+
 class UpdatePath(enum.Enum):
     """The implementation that updates a batch; results agree, costs differ."""
 
@@ -99,12 +102,17 @@ class Batch:
     job: Job | None = None  # of the kernel path
     ranges: WrittenRanges | None = None  # the memory that the job writes
     grad_bytes: array[int] = attrs.field(factory=lambda: array("q"))  # sizes of the gradients
+    grad_places: list[tuple[int, int]] = attrs.field(factory=list)  # index in the group and offset of each gradient
 
     def grad_addresses(self, found: array[int]) -> array[int]:
         """Return the address of each entry's gradient, given those of the group's parameters."""
-        if len(found) == len(self.entries) and all(entry.part is None for entry in self.entries):
-            return found  # every parameter, in order
-        return array("Q", [found[entry.index] + entry.grad_offset for entry in self.entries])
+        if not self.grad_places:
+            self.grad_places = [(entry.index, entry.grad_offset) for entry in self.entries]
+            if self.grad_places == [(index, 0) for index in range(len(found))]:
+                self.grad_places = [ALL]
+        if self.grad_places == [ALL]:
+            return found
+        return array("Q", [found[index] + offset for index, offset in self.grad_places])
 
     def find_overlap(self, grads: array[int]) -> int | None:
         """Return the position of an entry whose gradient overlaps memory that the step writes, or None."""
