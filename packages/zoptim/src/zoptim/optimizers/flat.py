@@ -206,7 +206,7 @@ class FlatOptimizer(CheckedOptimizer):
         groups = self.param_groups
         watched = [[group["params"] for group in groups], self.state, self._mirrors]
         if not self._trace.fits(watched):
-            self._plans = {}
+            self.clear_plans()  # with the trace, to which new plans do not belong if a check raises
         kept = dict(self._plans)
         for index, group in enumerate(groups):
             key = (group["foreach"], group["fused"], self._flags(group), self._state_spec(group))
