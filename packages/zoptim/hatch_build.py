@@ -136,6 +136,7 @@ def objects(folder: Path) -> dict[Path, list[str]]:
     python_headers = [f"-I{place}" for place in include_folders()]
     result = {
         folder / "glue.o": [LIMITED_API, *headers, *python_headers, str(folder / "glue.c")],
+        folder / "tensors.o": [LIMITED_API, *headers, *python_headers, str(CSRC / "tensors.c")],
         folder / "rt.o": [*runtime, *headers, str(CSRC / "rt.c")],
     }
     for level, flags in (X86_LEVELS if is_x86_64() else {"base": ()}).items():

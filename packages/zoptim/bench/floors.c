@@ -42,7 +42,7 @@ LOOP(offload) {
 }
 
 /* The norm's pass over a 16-bit gradient: the sum is stored, so that the compiler cannot drop it. */
-static u32 seen[64 * 16];
+u32 seen[64 * 16];
 LOOP(read_grad) {
   AT(u16, g, 1);
   u32 any = 0;
@@ -78,9 +78,23 @@ LOOP(lamb_second) {
   EACH p[i] ^= (m[i] ^ v[i]) & mask;
 }
 
+/* The norm's pass: a 32-bit gradient before the update, and a 16-bit one alone. */
+LOOP(read_wide) {
+  AT(u32, g, 1);
+  u32 any = 0;
+  EACH any |= g[i];
+  seen[(from >> 12) % 64 * 16] = any & mask;
+}
+LOOP(read_only) {
+  AT(u16, g, 0);
+  u32 any = 0;
+  EACH any |= g[i];
+  seen[(from >> 12) % 64 * 16] = any & mask;
+}
+
 static const struct { loop first, second; } loops[] = {
   {adam, 0}, {one_state, 0}, {offload, 0}, {read_grad, offload}, {split, 0}, {states_16, 0}, {states_8, 0},
-  {lamb_first, lamb_second},
+  {lamb_first, lamb_second}, {read_wide, adam}, {read_only, 0},
 };
 
 /* Threads ------------------------------------------------------------------------------------------- */

@@ -24,7 +24,9 @@ __all__ = ["FLAGS", "LOOPS", "compiler", "copy_floor", "cpu_floor"]
 
 SOURCE = Path(__file__).with_name("floors.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-LOOPS = ("adam", "one_state", "offload", "boundary", "split", "states_16", "states_8", "lamb")  # as in floors.c
+LOOPS = (
+    "adam", "one_state", "offload", "boundary", "split", "states_16", "states_8", "lamb", "clip", "norm",
+)  # as in floors.c # fmt: skip
 OMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 COPY_BYTES = 2**30  # most bytes of one copy on the GPU
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
+import zoptim
 from zoptim import _compat
 
 ADAM_GROUP = {
@@ -174,3 +176,40 @@ def test_groups_are_added_as_torch_does() -> None:
     assert [group["lr"] for group in ours.param_groups] == [0.5, 0.1]
     with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         _compat.add_param_group(ours, {"params": ours.param_groups[0]["params"]})
+
+
+# Hooks ------------------------------------------------------------------------------------------------
+
+
+def make_optimizer() -> zoptim.AdamW:
+    param = torch.ones(3, requires_grad=True)
+    param.grad = torch.ones(3)
+    return zoptim.AdamW([param])
+
+
+def test_hooks_of_an_optimizer_and_of_all_run_once_a_step() -> None:
+    seen: list[str] = []
+    optimizer = make_optimizer()
+    optimizer.step()
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before all")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after all")),
+    ]
+    for kept in (handles, handles[1:], handles[3:]):
+        for handle in set(handles) - set(kept):
+            handle.remove()
+        optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert seen == ["before all", "before", "after", "after all", "before all", "after", "after all", "after all"]
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 5
+
+
+def test_a_profile_names_the_step() -> None:
+    optimizer = make_optimizer()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}

@@ -166,3 +166,17 @@ def test_a_contender_that_computes_something_else_is_left_out() -> None:
         "else:\n"
         "    raise SystemExit('nobody noticed')\n"
     )
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="floors are compiled")
+def test_the_bench_of_small_lists_reports_every_part_over_its_floor() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "small.py"), "--total", "20k", "--norm", "20k", "--rounds", "3"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    tables = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
+    rows = [cells for cells in tables if cells[0].strip(" -")]
+    assert len(rows) == 11
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])
+    assert "floor with a norm" in done.stdout

@@ -13,15 +13,19 @@ found_inf of exactly 1.0, ignore strides, and their SGD ignores most of a bf16 w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.optim._adafactor import adafactor as _functional_adafactor
 from torch.optim.adam import adam as _functional_adam
 from torch.optim.adamw import adamw as _functional_adamw
+from torch.optim.optimizer import _global_optimizer_post_hooks as _all_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _all_pre_hooks
 from torch.optim.sgd import sgd as _functional_sgd
 
 
@@ -30,6 +34,29 @@ def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any
     method = torch.optim.Optimizer.add_param_group
     plain = method if torch.compiler.is_compiling() else getattr(method, "__wrapped__", method)
     plain(optimizer, param_group)
+
+
+def skip_idle_hooks(cls: type[torch.optim.Optimizer]) -> None:
+    """Call `cls.step` without torch's wrapper for hooks and profiles (15 us) while there are none.
+
+    torch wraps the method of a class when the first optimizer of the class is made.
+    """
+    full: Any = cls.step
+    plain: Any = getattr(full, "__wrapped__", None)
+    if plain is None or getattr(full, "skips_idle_hooks", False):
+        return
+
+    @functools.wraps(plain)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (full if _is_observed(self) else plain)(self, *args, **kwargs)
+
+    step.__dict__.update(hooked=True, skips_idle_hooks=True)
+    cls.step = step  # type: ignore[method-assign]
+
+
+def _is_observed(optimizer: Any) -> bool:
+    local = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(local or _all_pre_hooks or _all_post_hooks or _profiler_enabled())
 
 
 @attrs.frozen(eq=False)

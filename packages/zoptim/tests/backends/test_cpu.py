@@ -161,7 +161,7 @@ def test_adjacent_ranges_do_not_overlap(searcher: None) -> None:
     for low, high, found in [(0, 10, None), (20, 30, None), (40, 100, None), (0, 11, 0), (19, 20, 0), (39, 50, 0),
                              (0, 100, 0), (12, 13, 0), (25, 25, None), (15, 15, None)]:  # fmt: skip
         read = [base[low:high]]
-        assert ranges.find(addresses(read), byte_sizes(read)) == found, (low, high)
+        assert ranges.find(array("Q", addresses(read)), byte_sizes(read)) == found, (low, high)
 
 
 def test_the_first_of_several_overlaps_is_found(searcher: None) -> None:
@@ -169,10 +169,10 @@ def test_the_first_of_several_overlaps_is_found(searcher: None) -> None:
     ranges = WrittenRanges.make([[base[10:20], base[30:40]]])
     read = [base[:5], base[35:36], base[12:13]]
     assert isinstance(ranges, WrittenRanges)
-    assert ranges.find(addresses(read), byte_sizes(read)) == 1
+    assert ranges.find(array("Q", addresses(read)), byte_sizes(read)) == 1
     nothing = WrittenRanges.make([[]])
     assert isinstance(nothing, WrittenRanges)
-    assert nothing.find(addresses(read), byte_sizes(read)) is None
+    assert nothing.find(array("Q", addresses(read)), byte_sizes(read)) is None
 
 
 def test_random_ranges_are_judged_as_by_comparing_every_pair(searcher: None) -> None:
@@ -185,7 +185,7 @@ def test_random_ranges_are_judged_as_by_comparing_every_pair(searcher: None) -> 
         expected = next(
             (k for k, (a, b) in enumerate(read) if b > a and any(a < d and c < b for c, d in written)), None
         )
-        assert ranges.find([a for a, _ in read], array("q", [b - a for a, b in read])) == expected
+        assert ranges.find(array("Q", [a for a, _ in read]), array("q", [b - a for a, b in read])) == expected
 
 
 # CpuJob -----------------------------------------------------------------------------------------------

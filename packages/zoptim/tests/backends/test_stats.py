@@ -158,6 +158,18 @@ def test_the_scale_may_be_a_tensor() -> None:
     assert stats.divisor(max_norm=1.0, loss_scale=8.0).item() == pytest.approx(8.0 * 2.000001)
 
 
+@pytest.mark.parametrize("grad", [3.0, 1e-3, 1e19, math.inf, math.nan, 0.0])
+@pytest.mark.parametrize("loss_scale", [1.0, 0.1, 65536.0])
+def test_a_scale_gives_the_same_bits_as_a_number_and_as_a_tensor(grad: float, loss_scale: float) -> None:
+    stats = grad_stats([torch.full((7,), grad)])
+    by_number = stats.divisor(max_norm=0.7, loss_scale=loss_scale)
+    by_tensor = stats.divisor(max_norm=0.7, loss_scale=torch.tensor(loss_scale, dtype=torch.float64))
+    assert by_number.dtype is torch.float32
+    assert by_number.shape == by_tensor.shape == ()
+    assert torch.equal(by_number.view(1).view(torch.int32), by_tensor.view(1).view(torch.int32)) or grad != grad
+    assert by_number.isnan() == by_tensor.isnan()
+
+
 def test_a_norm_below_the_limit_divides_by_the_scale_alone() -> None:
     assert grad_stats([torch.full((4,), 0.1)]).divisor(max_norm=1.0, loss_scale=4.0).item() == 4.0
 

@@ -207,6 +207,22 @@ def test_a_cached_plan_equals_a_new_one_after_every_change(kind: Any, change: An
             assert torch.equal(alias, copied), "memory was written that no longer belongs to the optimizer"
 
 
+def test_a_plan_that_another_groups_error_interrupted_is_not_used_for_the_memory_before(lab: Any) -> None:
+    first, second = lab.make_params([(4,), (4,)])
+    optimizer = zoptim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
+    first.grad, second.grad = torch.ones(4), torch.ones(4)
+    optimizer.step()
+    before, moved = first.data, first.data.clone()
+    first.data, second.grad = moved, second.detach()  # a gradient in the memory of its weight
+    with pytest.raises(ValueError, match="overlaps a weight"):
+        optimizer.step()
+    first.data, second.grad = before, torch.ones(4)
+    expected, kept = before.clone() - 1.0, moved.clone()
+    optimizer.step()
+    assert torch.equal(first.detach(), expected)
+    assert torch.equal(moved, kept)
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_kernels_and_torch_agree_after_every_change(kind: Any, change: Any, lab: Any) -> None:
     optimizer, params, _ = change_midway(kind, change, lab, forgetful=False)

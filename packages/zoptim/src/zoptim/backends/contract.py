@@ -14,6 +14,7 @@ Rejected: a call per tensor (0.8 us each, more than the arithmetic of a small te
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -97,6 +98,9 @@ class Job(Protocol):
 
     def bind(self, streams: Streams) -> None:
         """Read all addresses again; lengths, dtypes and sizes must be those of the constructor."""
+
+    def bind_grads(self, addresses: array[int]) -> None:
+        """Read the gradients at other addresses ("Q"), one per row; the caller keeps the memory until the step."""
 
     def step(self, hyper: Hyper, signals: Signals) -> None:
         """Update all tensors; change nothing if found_inf is set."""

@@ -55,6 +55,10 @@ class CpuJob:
             job.states[k] = self._addresses(f"states {k}", tensors)
             job.scales[k] = self._addresses(f"scales {k}", scales)
 
+    def bind_grads(self, addresses: array[int]) -> None:
+        """See Job."""
+        self._job.grads = self._hold("grads", "uint64_t[]", addresses)
+
     def step(self, hyper: Hyper, signals: Signals) -> None:
         """See Job."""
         self._set(hyper, signals)

@@ -95,14 +95,14 @@ class WrittenRanges:
                 return after[2:]
         return cls(array("Q", [f[0] for f in found]), array("Q", [f[1] for f in found]))
 
-    def find(self, starts: Sequence[int], sizes: array[int]) -> int | None:
+    def find(self, starts: array[int], sizes: array[int]) -> int | None:
         """Return the index of the first of the ranges (`starts`, `sizes` in bytes) that overlaps a written one."""
         library = native.library()
         if library is not None:
             view = library.ffi.from_buffer
             index = library.lib.zk_find_overlap(
                 len(self.starts), view("uint64_t[]", self.starts), view("uint64_t[]", self.ends),
-                len(starts), view("uint64_t[]", array("Q", starts)), view("int64_t[]", sizes),
+                len(starts), view("uint64_t[]", starts), view("int64_t[]", sizes),
             )  # fmt: skip
             return None if index < 0 else int(index)
         for index, (start, size) in enumerate(zip(starts, sizes)):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import importlib
 import os
@@ -30,10 +31,11 @@ from typing import Any
 import attrs
 import torch
 
+from zoptim.backends.probe import find_places
 from zoptim.backends.sources import source_hash
 from zoptim.errors import did_you_mean
 
-__all__ = ["Library", "library", "num_threads", "reason_without", "use_level"]
+__all__ = ["Library", "Reader", "library", "num_threads", "reason_without", "use_level"]
 
 VARIABLE = "ZOPTIM_KERNELS"
 LEVELS = ("avx512", "avx2", "sse2", "neon", "portable")  # of all platforms; rt.c has those of its own
@@ -45,6 +47,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 _switched_off = ""  # the reason why `use_level` hides a loaded extension
 
 
+class Reader(enum.Enum):
+    """The extension's view of tensor objects, see watch.py."""
+
+    NONE = "none"  # Python asks for addresses
+    OBJECTS = "objects"  # through DLPack
+    WORDS = "words"  # and by the words of memory that change with them
+
+
 @attrs.frozen(eq=False)
 class Library:
     """The loaded extension.  The level in use is global to the process."""
@@ -53,6 +63,7 @@ class Library:
     lib: Any
     levels: tuple[str, ...]  # the instruction sets that run here, slowest first; C numbers them in this order
     threads: str  # POOL or CALLER
+    reader: Reader
 
     def level(self) -> str:
         """Return the instruction set in use."""
@@ -127,7 +138,7 @@ def _load() -> Library | str:
     runs = tuple(name for level, name in enumerate(names) if lib.zk_level_runs_here(level))
     omp = _omp_addresses()
     lib.zk_set_omp(*omp)
-    found = Library(ffi, lib, runs, POOL if all(omp) else CALLER)
+    found = Library(ffi, lib, runs, POOL if all(omp) else CALLER, _choose_reader(ffi, lib))
     found.set_level(choice or runs[lib.zk_best_level()])
     return found
 
@@ -155,6 +166,27 @@ def _omp_addresses() -> tuple[int, int, int]:
     except (AttributeError, OSError, TypeError):  # no such function, or no such look-up on this platform
         return 0, 0, 0
     return found[0], found[1], found[2]
+
+
+def _choose_reader(ffi: Any, lib: Any) -> Reader:
+    """Tell the extension how to view tensor objects of this torch."""
+    if not lib.zk_use_exchange(_exchange_address(), id(torch.Tensor)):
+        return Reader.NONE
+    places = find_places()
+    if places is None:
+        return Reader.OBJECTS
+    lib.zk_use_places(ffi.new("zk_places *", places))
+    return Reader.WORDS
+
+
+def _exchange_address() -> int:
+    """Return the address of DLPack's C exchange API for torch's tensors; 0 if this torch has none."""
+    table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if table is None:
+        return 0
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return int(pointer(table, b"dlpack_exchange_api") or 0)
 
 
 def _checkout() -> Path | None:

@@ -17,6 +17,7 @@ it runs at 1 GB/s.
 
 from __future__ import annotations
 
+import math
 import operator
 from array import array
 from collections.abc import Iterable, Sequence
@@ -30,12 +31,14 @@ from zoptim.backends import native
 from zoptim.backends import select as backends
 from zoptim.backends.contract import FORMAT_OF_DTYPE, SPAN_NUMEL
 from zoptim.backends.memory import addresses, as_dense
+from zoptim.backends.native import Reader
 from zoptim.checks import number
 
 __all__ = ["GradStats", "grad_stats", "sum_of_squares"]
 
 
 _kind = operator.attrgetter("layout", "dtype", "device")
+_FLAGS = {True: torch.zeros(()), False: torch.ones(())}  # found_inf, by whether the sum is finite
 
 
 @attrs.frozen(eq=False)
@@ -52,10 +55,20 @@ class GradStats:
         not synchronize with the device.  Raises TypeError or ValueError for a negative max_norm.
         """
         number("max_norm", max_norm, 0)
+        if isinstance(loss_scale, (int, float)) and loss_scale > 0 and self.norm.device.type == "cpu":
+            return torch.tensor(_divisor(self.norm.item(), float(loss_scale), max_norm), dtype=torch.float32)
         scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=self.norm.device)
         if max_norm == 0:
             return scale.float()
         return (scale * ((self.norm / scale + 1e-6) / max_norm).clamp(min=1.0)).float()
+
+
+def _divisor(norm: float, scale: float, max_norm: float) -> float:
+    """The divisor in Python: the same operations, so the same bits."""
+    if max_norm == 0:
+        return scale
+    factor = (norm / scale + 1e-6) / max_norm
+    return scale * (1.0 if factor < 1.0 else factor)  # NaN stays NaN
 
 
 def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
@@ -64,13 +77,16 @@ def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
     Raises TypeError or ValueError with the index of a gradient that does not fit.
     """
     given = [grad for grad in grads if grad is not None]
+    total = _fast_squares(given)
+    if total is not None:
+        return GradStats(torch.tensor(math.sqrt(total), dtype=torch.float64), _FLAGS[math.isfinite(total)].clone())
     kinds = _check_kinds(given)
     if given and given[0].device.type == "cuda" and backends.reason_without_kernels(given[0].device) is None:
         from zoptim.backends import gpu
 
         return GradStats(*gpu.grad_stats(given))
-    total = _total(given, kinds)
-    return GradStats(total.sqrt(), (~torch.isfinite(total)).float())
+    sums = _total(given, kinds)
+    return GradStats(sums.sqrt(), (~torch.isfinite(sums)).float())
 
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
@@ -80,7 +96,20 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     """
     if grads and grads[0].device.type != "cpu":
         return grad_stats(grads).norm.square()
-    return _total(grads, _check_kinds(grads))
+    found = _fast_squares(list(grads))
+    return _total(grads, _check_kinds(grads)) if found is None else torch.tensor(found, dtype=torch.float64)
+
+
+def _fast_squares(grads: list[Tensor]) -> float | None:
+    """Sum the squares of contiguous CPU gradients of one dtype that has a kernel; None for others."""
+    library = native.library()
+    if library is None or library.reader is Reader.NONE or not grads:
+        return None
+    rows, numel = array("Q", bytes(8 * len(grads))), array("q", bytes(8 * len(grads)))
+    view = library.ffi.from_buffer
+    row_view, numel_view = view("uint64_t[]", rows), view("int64_t[]", numel)
+    kind = library.lib.zk_rows(id(grads), row_view, numel_view)
+    return _squares_at(library, kind, row_view, numel_view, numel) if kind else None
 
 
 def _check_kinds(given: Sequence[Tensor]) -> list[tuple[Any, ...]]:
@@ -107,15 +136,15 @@ def _squares(grads: Sequence[Tensor]) -> float | Tensor:
     if library is None or grads[0].dtype not in FORMAT_OF_DTYPE:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
     rows = grads if all(map(Tensor.is_contiguous, grads)) else list(map(as_dense, grads))
-    numel = array("q", map(Tensor.numel, rows))
+    numel, view = array("q", map(Tensor.numel, rows)), library.ffi.from_buffer
+    row_view, numel_view = view("uint64_t[]", array("Q", addresses(rows))), view("int64_t[]", numel)
+    return _squares_at(library, FORMAT_OF_DTYPE[rows[0].dtype], row_view, numel_view, numel)
+
+
+def _squares_at(library: native.Library, kind: int, rows: Any, sizes: Any, numel: array[int]) -> float:
+    """Sum the squares of rows at addresses; `kind` is a format of contract.py."""
     partials = library.ffi.new("double[]", len(numel) + sum(numel) // SPAN_NUMEL)
-    view = library.ffi.from_buffer
-    row_addresses = array("Q", addresses(rows))
-    total = library.lib.zk_squares(
-        FORMAT_OF_DTYPE[rows[0].dtype], len(rows), view("uint64_t[]", row_addresses), view("int64_t[]", numel),
-        partials, native.num_threads(),
-    )  # fmt: skip
-    return float(total)
+    return float(library.lib.zk_squares(kind, len(numel), rows, sizes, partials, native.num_threads()))
 
 
 def _check_kind(kind: tuple[Any, ...], index: int, first: tuple[Any, ...]) -> None:

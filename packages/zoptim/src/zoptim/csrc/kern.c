@@ -86,8 +86,8 @@ ZK_FN void store_q8_as(in_f x, uint8_t *restrict y, float *restrict scale, int64
     const float factor = zk_q8_factor(absmax);
     scale[at / ZK_BLOCK] = absmax < ZK_TINY ? 0.0f : absmax;
     for (int64_t i = at; i < end; i++)
-      y[i] = is_square ? zk_to_q8_root(x[i], factor, noise_of(x[i], seed, stochastic, 19))
-                       : zk_to_q8_signed(x[i], factor, noise_of(x[i], seed, stochastic, 20));
+      y[i] = (uint8_t)(is_square ? zk_to_q8_root(x[i], factor, noise_of(x[i], seed, stochastic, 19))
+                                 : zk_to_q8_signed(x[i], factor, noise_of(x[i], seed, stochastic, 20)));
   }
 }
 static void store_q8(in_f x, uint8_t *y, float *scale, int64_t n, int is_square, uint32_t seed) {
@@ -275,7 +275,20 @@ ZK_FN void fused_adam(const zk_job *job, int64_t row, int64_t from, int64_t to, 
   }
 ZK_FUSED(ZK_DEFINE)
 
-/* Adam with 8-bit states: decoding and the largest magnitudes hide in the loop of the rule, then one loop encodes. */
+#define ZK_SHARED_LOOP static __attribute__((noinline)) void /* one copy serves all formats: the wheel is smaller */
+ZK_SHARED_LOOP decode_block(const uint8_t *restrict m, const uint8_t *restrict v, float old_m, float old_v, out_f mean, out_f root) {
+  for (int i = 0; i < ZK_BLOCK; i++) mean[i] = zk_from_q8_signed(m[i], old_m);
+  for (int i = 0; i < ZK_BLOCK; i++) root[i] = zk_from_q8_root(v[i], old_v);
+}
+ZK_SHARED_LOOP encode_means(in_f mean, uint8_t *restrict m, float factor, uint32_t seed) {
+  for (int i = 0; i < ZK_BLOCK; i++) m[i] = (uint8_t)zk_to_q8_signed(mean[i], factor, zk_noise(mean[i], seed) >> 12);
+}
+ZK_SHARED_LOOP encode_roots(in_f root, uint8_t *restrict v, float factor, uint32_t seed) {
+  for (int i = 0; i < ZK_BLOCK; i++) v[i] = (uint8_t)zk_to_q8_root(root[i], factor, zk_noise(root[i], seed) >> 13);
+}
+
+/* Adam with 8-bit states: a block at a time, in loops over buffers that stay in the first-level cache.  One loop
+ * would hold 64 elements of everything in registers, since bytes are narrow, and spill. */
 ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t to, const int W, const int G, const int C) {
   const zk_coef c = ((const zk_coef *)job->coefs)[row];
   const uint32_t seed_p = zk_seed(c.seed, 0), seed_m = zk_seed(c.seed, 1), seed_v = zk_seed(c.seed, 2);
@@ -283,16 +296,18 @@ ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t t
   const void *g = (const void *)(uintptr_t)job->grads[row];
   uint16_t *copy = C == ZK_NONE ? 0 : (uint16_t *)(uintptr_t)job->copies[row];
   float mean[ZK_BLOCK], root[ZK_BLOCK];
-  for (int64_t at = from; at < to; at += ZK_BLOCK) {
-    const int64_t n = to - at < ZK_BLOCK ? to - at : ZK_BLOCK;
-    uint8_t *m = (uint8_t *)(uintptr_t)job->states[0][row] + at, *v = (uint8_t *)(uintptr_t)job->states[1][row] + at;
+  const int64_t whole = from + (to - from) / ZK_BLOCK * ZK_BLOCK;
+  for (int64_t at = from; at < whole; at += ZK_BLOCK) {
+    uint8_t *restrict m = (uint8_t *)(uintptr_t)job->states[0][row] + at;
+    uint8_t *restrict v = (uint8_t *)(uintptr_t)job->states[1][row] + at;
     float *scale_m = (float *)(uintptr_t)job->scales[0][row] + at / ZK_BLOCK;
     float *scale_v = (float *)(uintptr_t)job->scales[1][row] + at / ZK_BLOCK;
     const float old_m = *scale_m, old_v = *scale_v;
+    decode_block(m, v, old_m, old_v, mean, root);
     uint32_t most_m = 0, most_v = 0;
     ZK_LOOP
-    for (int64_t i = 0; i < n; i++) {
-      float x = zk_from_q8_signed(m[i], old_m), y = zk_from_q8_root(v[i], old_v);
+    for (int i = 0; i < ZK_BLOCK; i++) {
+      float x = mean[i], y = root[i];
       float weight = zk_adam(get(W, p, r, at + i), get(G, g, 0, at + i), &x, &y, 0, &c, ZK_ROOTS);
       put(W, p, r, at + i, weight, seed_p);
       if (C == ZK_BF16) copy[at + i] = zk_to_bf16_nearest(weight);
@@ -306,12 +321,10 @@ ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t t
     const float factor_m = zk_q8_factor(new_m), factor_v = zk_q8_factor(new_v);
     *scale_m = new_m < ZK_TINY ? 0.0f : new_m;
     *scale_v = new_v < ZK_TINY ? 0.0f : new_v;
-    ZK_LOOP
-    for (int64_t i = 0; i < n; i++) {
-      m[i] = zk_to_q8_signed(mean[i], factor_m, zk_noise(mean[i], seed_m) >> 12);
-      v[i] = zk_to_q8_root(root[i], factor_v, zk_noise(root[i], seed_v) >> 13);
-    }
+    encode_means(mean, m, factor_m, seed_m);
+    encode_roots(root, v, factor_v, seed_v);
   }
+  if (whole < to) pieces(job, row, whole, to, visit_rule, 0, 3);
 }
 
 /* weight, gradient, copy */
@@ -342,44 +355,105 @@ static void update(const zk_job *job, int64_t row, int64_t from, int64_t to) {
 
 /* LAMB: two passes, because the step size needs two norms of the whole tensor ------------------------- */
 
-/* Squares are summed in double, where those of float32 are exact, in 32 lanes on every instruction set (element i in
- * lane i % 32).  So nothing overflows or underflows, and another order, as for tensors packed differently, changes the
- * sum by 1e-16, which rounding to float32 removes. */
+/* Squares are summed in double, where those of float32 are exact, in 32 lanes on every instruction set (element i of a
+ * piece in lane i % 32).  So nothing overflows or underflows, and another order, as for tensors packed differently,
+ * changes the sum by 1e-16, which rounding to float32 removes.  A product is exact, so fusing it with the sum changes
+ * no bit.  bf16 is read in pairs: an operation for each half of a word instead of a widening load and a shift. */
 #define ZK_LANES 32
-typedef float lanes16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef double wides16 __attribute__((vector_size(128)));
-typedef uint16_t halves16 __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t words16 __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define ZK_WIDE 8                      /* doubles in a register */
+#define ZK_WIDEN(x) _mm512_cvtps_pd(x) /* gcc 12 makes four instructions of __builtin_convertvector */
+#define ZK_ADD_SQUARE(sum, y) _mm512_fmadd_pd(y, y, sum)
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define ZK_WIDE 4
+#define ZK_WIDEN(x) _mm256_cvtps_pd(x)
+#define ZK_ADD_SQUARE(sum, y) _mm256_fmadd_pd(y, y, sum)
+#else
+#define ZK_WIDE 2
+#define ZK_WIDEN(x) __builtin_convertvector(x, wides)
+#define ZK_ADD_SQUARE(sum, y) ((sum) + (y) * (y))
+#endif
+#define ZK_SUMS (ZK_LANES / ZK_WIDE) /* registers of sums */
+typedef double wides __attribute__((vector_size(8 * ZK_WIDE)));
+typedef float narrows __attribute__((vector_size(4 * ZK_WIDE)));
+typedef uint32_t words __attribute__((vector_size(4 * ZK_WIDE)));
+typedef float narrows_at __attribute__((vector_size(4 * ZK_WIDE), aligned(4), may_alias));
+typedef uint32_t words_at __attribute__((vector_size(4 * ZK_WIDE), aligned(2), may_alias));
 
-ZK_FN lanes16 read16_f32(const void *x, int64_t i) { return *(const lanes16 *)((const float *)x + i); }
-ZK_FN lanes16 read16_bf16(const void *x, int64_t i) {
-  words16 wide = __builtin_convertvector(*(const halves16 *)((const uint16_t *)x + i), words16) << 16;
-  return (lanes16)wide;
+typedef union {
+  wides sums[ZK_SUMS];
+  double lane[ZK_LANES]; /* of bf16 in another order, see lane_of */
+} lanes;
+
+#define ZK_AHEAD 8192 /* bytes; processors prefetch too little for loops this short */
+
+/* Squares of `n` elements, a multiple of ZK_LANES. */
+ZK_FN void add_squares(const int format, const void *x, int64_t n, lanes *all) {
+  enum { bytes = 4 * ZK_WIDE };
+  wides s[ZK_SUMS] = {{0}};
+  const char *at = x;
+  for (int64_t i = 0; i < n; i += ZK_LANES) {
+    for (int line = 0; line < ZK_LANES * (format == ZK_BF16 ? 2 : 4); line += 64) __builtin_prefetch(at + ZK_AHEAD + line);
+    for (int k = 0; k < ZK_SUMS; k += 2) {
+      narrows a, b;
+      if (format == ZK_BF16) {
+        words pairs = *(const words_at *)at;
+        a = (narrows)(pairs << 16);
+        b = (narrows)(pairs & 0xffff0000u);
+        at += bytes;
+      } else {
+        a = (narrows) * (const narrows_at *)at;
+        b = (narrows) * (const narrows_at *)(at + bytes);
+        at += 2 * bytes;
+      }
+      wides low = ZK_WIDEN(a), high = ZK_WIDEN(b);
+      s[k] = ZK_ADD_SQUARE(s[k], low);
+      s[k + 1] = ZK_ADD_SQUARE(s[k + 1], high);
+    }
+  }
+  for (int k = 0; k < ZK_SUMS; k++) all->sums[k] = s[k];
 }
 
-#define ZK_ADD_SQUARES(READ)                                     \
-  for (; i + ZK_LANES <= n; i += ZK_LANES) {                     \
-    wides16 p = __builtin_convertvector(READ(x, i), wides16);    \
-    a += p * p;                                                  \
-    wides16 q = __builtin_convertvector(READ(x, i + 16), wides16); \
-    b += q * q;                                                  \
-  }
+/* The place of lane k < ZK_LANES / 2: even elements of a register of pairs come before odd ones. */
+ZK_FN int lane_of(int format, int k) {
+  return format == ZK_BF16 ? k / (2 * ZK_WIDE) * (2 * ZK_WIDE) + k % 2 * ZK_WIDE + k % (2 * ZK_WIDE) / 2 : k;
+}
 
-/* Squares of up to ZK_PIECE elements of float32 or bf16. */
-static double sum_squares(int format, const void *x, int64_t n) {
-  wides16 a = {0}, b = {0};
-  int64_t i = 0;
-  if (format == ZK_BF16) {
-    ZK_ADD_SQUARES(read16_bf16)
-  } else {
-    ZK_ADD_SQUARES(read16_f32)
+ZK_FN void fold(const int format, const lanes *all, double *sums, int count) {
+  for (int k = 0; k < ZK_LANES / 2; k++) {
+    const int at = lane_of(format, k);
+    for (int p = 0; p < count; p++) sums[p] += all[p].lane[at] + all[p].lane[at + ZK_LANES / 2];
   }
+}
+
+/* Squares of up to ZK_PIECE elements. */
+ZK_FN double sum_squares_as(const int format, const void *x, int64_t n) {
+  const int64_t bulk = n / ZK_LANES * ZK_LANES;
+  lanes all;
   float rest[ZK_LANES];
-  const float *tail = load(format, (char *)(uintptr_t)x + i * width(format), 0, rest, n - i, 0);
+  const float *tail = load(format, (char *)(uintptr_t)x + bulk * width(format), 0, rest, n - bulk, 0);
   double sum = 0;
-  for (int64_t k = 0; k < n - i; k++) sum += (double)tail[k] * (double)tail[k];
-  a += b;
-  for (int k = 0; k < 16; k++) sum += a[k];
+  for (int64_t k = 0; k < n - bulk; k++) sum += (double)tail[k] * (double)tail[k];
+  add_squares(format, x, bulk, &all);
+  fold(format, &all, &sum, 1);
+  return sum;
+}
+
+static double sum_squares(const float *x, int64_t n) { return sum_squares_as(ZK_F32, x, n); }
+
+/* Squares of up to ZK_SPAN elements: the sums of all pieces are folded together, so that none waits for another. */
+ZK_FN double span_squares(const int format, const void *x, int64_t n) {
+  enum { most = ZK_SPAN / ZK_PIECE };
+  const int count = (int)(n / ZK_PIECE);
+  lanes all[most];
+  double sums[most] = {0}, sum = 0;
+  for (int p = 0; p < count; p++) add_squares(format, (const char *)x + p * ZK_PIECE * width(format), ZK_PIECE, all + p);
+  fold(format, all, sums, count);
+  for (int p = 0; p < count; p++) sum += sums[p];
+  if (count * ZK_PIECE < n)
+    sum += sum_squares_as(format, (const char *)x + (int64_t)count * ZK_PIECE * width(format), n - count * ZK_PIECE);
   return sum;
 }
 
@@ -396,8 +470,8 @@ ZK_FN void lamb_first_as(arrays a, int64_t n, const zk_coef c, double *squares, 
     m[i] = mean;
     v[i] = square;
   }
-  squares[0] += sum_squares(ZK_F32, p, n);
-  squares[1] += sum_squares(ZK_F32, direction, n);
+  squares[0] += sum_squares(p, n);
+  squares[1] += sum_squares(direction, n);
 }
 
 /* The loops of LAMB for constant flags. */
@@ -443,12 +517,14 @@ static void lamb_apply(const zk_job *job, int64_t row, int64_t from, int64_t to)
 /* Sums ---------------------------------------------------------------------------------------------- */
 
 static double squares(int format, const void *row, int64_t from, int64_t to) {
+  const void *x = (const char *)row + from * width(format);
+  if (format == ZK_BF16) return span_squares(ZK_BF16, x, to - from);
+  if (format == ZK_F32) return span_squares(ZK_F32, x, to - from);
   float buffer[ZK_PIECE];
   double sum = 0;
   for (int64_t at = from; at < to; at += ZK_PIECE) {
     int64_t n = to - at < ZK_PIECE ? to - at : ZK_PIECE;
-    void *x = (char *)(uintptr_t)row + at * width(format);
-    sum += format == ZK_F16 ? sum_squares(ZK_F32, load(format, x, 0, buffer, n, 0), n) : sum_squares(format, x, n);
+    sum += sum_squares(load(format, (char *)(uintptr_t)row + at * width(format), 0, buffer, n, 0), n);
   }
   return sum;
 }

@@ -58,6 +58,41 @@ double zk_squares(int format, int64_t num_rows, const uint64_t *rows, const int6
 int64_t zk_find_overlap(int64_t num_written, const uint64_t *starts, const uint64_t *ends, int64_t num_read,
                         const uint64_t *read_starts, const int64_t *read_bytes);
 
+/* Tensor objects, by their id().  tensors.c, which only the extension has. */
+
+/* Use the table of DLPack's C exchange API for objects of class `type`.  Returns 0 for another version. */
+int zk_use_exchange(uint64_t table, uint64_t type);
+/* Record the length of lists, the identity of the tensors in them, of dicts and of their keys, and the addresses of
+ * all tensors, in nested containers.  Returns the number of words, or -1: too many, or a tensor has no address. */
+int64_t zk_trace(uint64_t root, uint64_t *words, int64_t capacity);
+int zk_is_traced(uint64_t root, uint64_t *words, int64_t length);
+/* Record dtype, device, shape and strides of `.grad` of a list of parameters, where it is None of a list of weights
+ * (which may be the same list), and the addresses.  Returns the number of words, or -1 as above. */
+int64_t zk_record_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int64_t capacity, uint64_t *addresses);
+/* Compare gradients with recorded kinds and store their addresses.  Returns 1 if one moved, else 0; -1 if the kinds
+ * differ. */
+int zk_read_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int64_t length, uint64_t *addresses);
+/* Bytes from the beginning of an object to a word of it, found by probe.py. */
+typedef struct {
+  int64_t impl;             /* tensor object: its implementation */
+  int64_t storage, offset;  /* implementation: its storage, the offset in it */
+  int64_t meta, impl_bytes; /* autograd's record; the words that describe the tensor end here */
+  int64_t data;             /* storage: its memory */
+  int64_t grad;             /* autograd's record: the implementation of the gradient, */
+  uint64_t no_grad;         /* and the value of that word without one */
+  int64_t length, items;    /* list: number of items, their array */
+  int64_t version;          /* dict: a number that every change makes unique */
+} zk_places;
+void zk_use_places(const zk_places *found);
+/* Record the words that change when a tensor in nested containers is replaced or moved, and those of gradients.
+ * Return their number; if it exceeds the capacity, the rest is not written. */
+int64_t zk_watch(uint64_t root, uint64_t *at, uint64_t *values, int64_t capacity);
+int64_t zk_watch_grads(uint64_t params, uint64_t weights, uint64_t *at, uint64_t *values, int64_t capacity);
+int zk_is_unchanged(const uint64_t *at, const uint64_t *values, int64_t length);
+/* Addresses and sizes of a list of tensors.  Returns their format; ZK_NONE if they are not contiguous CPU tensors of
+ * one format. */
+int zk_rows(uint64_t tensors, uint64_t *addresses, int64_t *numel);
+
 /* Conversion of one row between a format and float32, as in the kernels: for export, import and tests.
  * kind: 0 weight, 1 signed state, 2 second moment, 3 gradient or copy. */
 void zk_decode(int format, int kind, const void *from, const void *extra, float *to, int64_t numel);

@@ -131,38 +131,39 @@ ZK_FN float zk_q8_factor(float absmax) {
   return absmax < ZK_TINY ? 0.0f : (1.0f / absmax) * 1.0000002384185791f; /* 1 + 2**-22 */
 }
 
-/* y >= 0; noise holds (23 - mantissa) random bits, or half of their range to round to nearest. */
-ZK_FN uint32_t zk_q8_code(float y, uint32_t noise, uint32_t mantissa) {
+/* y >= 0; noise holds (23 - mantissa) random bits, or half of their range to round to nearest.  The code is in the
+ * result's bits from 23 - mantissa on, below the exponent of c, whose bits there are 0: no subtraction is needed.  At
+ * t = 1 the noise is below the lowest kept mantissa bit, so a code never exceeds the top. */
+ZK_FN uint32_t zk_q8_bits(float y, uint32_t noise) {
   y = y < 1.0f ? y : 1.0f; /* NaN becomes 1; the scale of its block is NaN */
-  float t = y * (1.0f - ZK_C) + ZK_C;
-  uint32_t code = ((zk_bits(t) + noise) >> (23u - mantissa)) - (ZK_C_BITS << mantissa);
-  return code; /* at t = 1 the noise is below the lowest kept mantissa bit: the code never exceeds the top */
+  return zk_bits(y * (1.0f - ZK_C) + ZK_C) + noise;
 }
 
 /* The value of a code over the largest of its block, to be multiplied by zk_q8_unit(absmax). */
 ZK_FN float zk_q8_value(uint32_t code, uint32_t mantissa) {
-  return zk_float((code + (ZK_C_BITS << mantissa)) << (23u - mantissa)) - ZK_C;
+  return zk_float(code << (23u - mantissa) | ZK_C_BITS << 23) - ZK_C;
 }
 
 /* 1 + 2**-15 inverts 1 - 2**-15 in float32, so the top code gives absmax exactly. */
 ZK_FN float zk_q8_unit(float y, float absmax) { return y * 1.000030517578125f * absmax; }
 
-ZK_FN uint8_t zk_to_q8_signed(float x, float factor, uint32_t noise20) {
-  uint32_t code = zk_q8_code(zk_float(zk_bits(x) & 0x7fffffffu) * factor, noise20, 3u);
-  return (uint8_t)(code | (zk_bits(x) >> 31) << 7);
+ZK_FN uint32_t zk_to_q8_signed(float x, float factor, uint32_t noise20) {
+  uint32_t u = zk_q8_bits(zk_float(zk_bits(x) & 0x7fffffffu) * factor, noise20);
+  return (u >> 20 & 127u) | (zk_bits(x) >> 24 & 128u);
 }
 
-ZK_FN float zk_from_q8_signed(uint8_t code, float absmax) {
-  float y = zk_q8_unit(zk_q8_value((uint32_t)code & 127u, 3u), absmax);
-  return zk_float(zk_bits(y) | ((uint32_t)code >> 7) << 31);
+ZK_FN float zk_from_q8_signed(uint32_t code, float absmax) {
+  float y = zk_q8_unit(zk_q8_value(code & 127u, 3u), absmax);
+  return zk_float(zk_bits(y) | (code << 24 & 0x80000000u));
 }
 
 /* x is the root of a second moment.  A positive one never becomes 0: the update would divide by eps alone. */
-ZK_FN uint8_t zk_to_q8_root(float root, float factor, uint32_t noise19) {
-  uint32_t code = zk_q8_code(root * factor, noise19, 4u);
-  return (uint8_t)(code + ((code == 0u) & (root > 0.0f)));
+ZK_FN uint32_t zk_to_q8_root(float root, float factor, uint32_t noise19) {
+  uint32_t u = zk_q8_bits(root * factor, noise19), least = root > 0.0f ? ((ZK_C_BITS << 4) + 1u) << 19 : 0u;
+  u = u > least ? u : least;
+  return u >> 19 & 255u;
 }
 
-ZK_FN float zk_from_q8_root(uint8_t code, float absmax) { return zk_q8_unit(zk_q8_value(code, 4u), absmax); }
+ZK_FN float zk_from_q8_root(uint32_t code, float absmax) { return zk_q8_unit(zk_q8_value(code, 4u), absmax); }
 
 #endif

@@ -61,6 +61,15 @@ class CheckedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to None, or to zero, as torch's method does."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Return a state dict with decoded moments, which torch.optim can load.
 
@@ -117,6 +126,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
         index, position = self._position_of(param)
         with self._name_in_errors():
             loading.check(state, param, self._state_spec(self.param_groups[index]), self._name(index, position))
+
+    def _patch_step_function(self) -> None:
+        super()._patch_step_function()
+        _compat.skip_idle_hooks(type(self))
 
     # For subclasses -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ rule twice: for the kernel (`_rule`, `_flags`, `_hyper`) and in torch (`_evaluat
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor
 
 from zoptim.backends.contract import BLOCK_NUMEL, Hyper, Streams
-from zoptim.backends.memory import WrittenRanges, byte_sizes, is_dense, match_layout
+from zoptim.backends.memory import WrittenRanges, addresses, byte_sizes, is_dense, match_layout
 from zoptim.backends.select import job_for, reason_without_kernels
 from zoptim.backends.signals import NO_SCALE, Signals, is_skipped, read_signals, signals_on
+from zoptim.backends.watch import Grads, GradTrace, Trace, gradients
 from zoptim.optimizers.base import CheckedOptimizer, Params
 from zoptim.shards.segments import Segment
 from zoptim.states.formats import StateFormat
@@ -39,7 +41,6 @@ from zoptim.updates.plan import (
     UpdatePath,
     fallback_reason,
     has_part_counts,
-    same_objects,
     sort_entries,
 )
 
@@ -111,7 +112,7 @@ class FlatOptimizer(CheckedOptimizer):
                 loss = closure()
         with torch.no_grad():
             signals = read_signals(self.grad_scale, self.found_inf)
-            plans = [self._current_plan(index) for index in range(len(self.param_groups))]
+            plans = self._current_plans()
             work = [(group, batch) for group, plan in zip(self.param_groups, plans) for batch in plan.batches]
             self._update_all(work, signals)
         return loss
@@ -192,7 +193,7 @@ class FlatOptimizer(CheckedOptimizer):
         For callers that put views into `param_groups` for one step.
         """
         self._plans: dict[int, Plan] = {}
-        self._mirrored: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters of the last query, their weights
+        self._trace = Trace.of([])  # the tensors that the plans were made from
 
     def _make_state_spec(self, group: Mapping[str, Any], names: tuple[str, ...], **more: Any) -> StateSpec:
         """The state spec of a group with these moments; `more` are further fields of StateSpec."""
@@ -200,44 +201,59 @@ class FlatOptimizer(CheckedOptimizer):
         state_format = StateFormat.parse(group["state_dtype"])
         return StateSpec(names=names, format=state_format, master=master, **{"squares": frozenset(), **more})
 
-    def _gradients(self, params: list[Tensor]) -> list[Tensor | None]:
-        """The gradients of parameters, or of the weights that mirror them."""
-        if not same_objects(params, self._mirrored[0]):
-            self._mirrored = (list(params), [self._mirrors.get(param, param) for param in params])
-        return [p.grad if p.grad is not None else w.grad for p, w in zip(params, self._mirrored[1])]
+    def _current_plans(self) -> list[Plan]:
+        """Return a plan for each group: the last one, unless a tensor, an option or a gradient's kind changed."""
+        groups = self.param_groups
+        watched = [[group["params"] for group in groups], self.state, self._mirrors]
+        if not self._trace.fits(watched):
+            self.clear_plans()  # with the trace, to which new plans do not belong if a check raises
+        kept = dict(self._plans)
+        for index, group in enumerate(groups):
+            key = (group["foreach"], group["fused"], self._flags(group), self._state_spec(group))
+            plan = self._plans.pop(index, None)  # if a check raises, the next step makes a new one
+            if plan is None or plan.key != key or not self._use_grads(index, plan):
+                plan = self._make_plan(index, key)
+            self._plans[index] = plan
+        if any(plan is not kept.get(index) for index, plan in self._plans.items()):
+            self._trace = Trace.of(watched)
+        return [self._plans[index] for index in range(len(groups))]
 
-    def _current_plan(self, index: int) -> Plan:
-        group = self.param_groups[index]
-        params = group["params"]
-        grads = self._gradients(params) if self._mirrors else [p.grad for p in params]
-        key = (group["foreach"], group["fused"], self._flags(group), self._state_spec(group))
-        plan = self._plans.get(index)
-        current = plan is not None and plan.is_current(key, params, self.state.values())
-        if plan is not None and current and plan.use_grads(grads, self._binder(index)):
-            return plan
-        plan = self._plans[index] = self._make_plan(index, key, grads)
-        return plan
+    def _use_grads(self, index: int, plan: Plan) -> bool:
+        """Use the gradients of this step.  Return False if they are of another kind and a new plan is needed."""
+        params = self.param_groups[index]["params"]
+        found = plan.grads.read(params, plan.weights)
+        if found is Grads.MOVED:
+            for batch in plan.batches:
+                if batch.path is UpdatePath.TORCH:
+                    batch.assign_grads(gradients(params, plan.weights))
+                else:
+                    self._bind_grads(index, batch, batch.grad_addresses(plan.grads.addresses))
+        return found is not Grads.OTHER
 
-    def _binder(self, index: int) -> Callable[[Batch], None]:
-        def bind(batch: Batch) -> None:
-            self._check_read_overlap(index, batch)
-            assert batch.job is not None
-            batch.job.bind(batch.streams)
+    def _bind_grads(self, index: int, batch: Batch, grads: array[int]) -> None:
+        self._check_read_overlap(index, batch, grads)
+        assert batch.job is not None
+        batch.job.bind_grads(grads)
 
-        return bind
-
-    def _make_plan(self, index: int, key: Any, grads: list[Tensor | None]) -> Plan:
+    def _make_plan(self, index: int, key: Any) -> Plan:
         """Phases: check gradients, create missing state, sort, prepare the kernel calls."""
-        group = self.param_groups[index]
+        params = self.param_groups[index]["params"]
+        weights = [self._mirrors.get(param, param) for param in params] if self._mirrors else params
+        grads = gradients(params, weights)
         self._check_gradients(index, grads)
-        entries = [row for entry in self._entries(index, grads) for row in self._rows(index, entry)]
+        whole = list(self._entries(index, grads))
+        entries = [row for entry in whole for row in self._rows(index, entry)]
         batches = [
             self._make_batch(index, path, members)
             for path, members in sort_entries(entries, lambda entry: self._path_of(index, entry))
         ]
-        copied = any(entry.grad is not grads[entry.index] for entry in entries if entry.part is None)
-        # Gradients in another layout are copied at every step; a plan with the key object() is never reused.
-        return Plan.make(object() if copied else key, group["params"], grads, batches, self.state.values())
+        if any(entry.grad is not grads[entry.index] for entry in whole):
+            key = object()  # gradients in another layout are copied at every step: this plan is not used again
+        else:
+            for batch in batches:
+                if batch.path is UpdatePath.KERNEL:
+                    batch.release_grads()
+        return Plan(key, batches, weights, GradTrace.of(params, weights))
 
     def _entries(self, index: int, grads: list[Tensor | None]) -> Iterator[Entry]:
         """Yield an entry for each parameter of the group that has a gradient."""
@@ -280,12 +296,13 @@ class FlatOptimizer(CheckedOptimizer):
 
     def _make_batch(self, index: int, path: UpdatePath, entries: list[Entry]) -> Batch:
         group = self.param_groups[index]
+        batch = Batch(path, entries)
         if path is UpdatePath.TORCH:
-            return Batch(path, entries, Streams(weights=[], grads=[]))
-        batch = Batch(path, entries, self._streams(group, entries))
-        self._check_written_overlap(index, batch)
-        self._check_read_overlap(index, batch)
-        batch.job = job_for(entries[0].param.device)(self._rule, self._flags(group), batch.streams)
+            return batch
+        streams = self._streams(group, entries)
+        self._set_written_ranges(index, batch, streams)
+        self._check_read_overlap(index, batch, array("Q", addresses(streams.grads)))
+        batch.job = job_for(entries[0].param.device)(self._rule, self._flags(group), streams)
         return batch
 
     def _streams(self, group: Mapping[str, Any], entries: list[Entry]) -> Streams:
@@ -301,18 +318,18 @@ class FlatOptimizer(CheckedOptimizer):
             steps=[entry.state[STEP] for entry in entries if STEP in entry.state],
         )
 
-    def _check_written_overlap(self, index: int, batch: Batch) -> None:
-        ranges = WrittenRanges.make(batch.streams.written(), batch.streams.steps)
+    def _set_written_ranges(self, index: int, batch: Batch, streams: Streams) -> None:
+        ranges = WrittenRanges.make(streams.written(), streams.steps)
         if isinstance(ranges, tuple):
             name = self._name(index, batch.entries[ranges[1]].index)
             raise ValueError(
                 f"the memory of {name} or of its state overlaps another tensor that the same step writes. "
                 "Give each parameter its own memory, and list each tensor once, in one group."
             )
-        batch.ranges, batch.grad_bytes = ranges, byte_sizes(batch.streams.grads)
+        batch.ranges, batch.grad_bytes = ranges, byte_sizes(streams.grads)
 
-    def _check_read_overlap(self, index: int, batch: Batch) -> None:
-        found = batch.find_overlap()
+    def _check_read_overlap(self, index: int, batch: Batch, grads: array[int]) -> None:
+        found = batch.find_overlap(grads)
         if found is not None:
             name = self._name(index, batch.entries[found].index)
             raise ValueError(

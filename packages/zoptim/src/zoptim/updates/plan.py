@@ -2,7 +2,7 @@
 
 Problem: the tensors of a kernel call have one device, one dtype and one memory layout; checking a thousand tensors in
 Python takes longer than updating them.  Design: a plan is made once, with all checks, and a step only verifies that
-nothing moved: the same objects at the same addresses.  New gradients of the same kind, which
+nothing moved: the same objects at the same addresses (`backends/watch.py`).  New gradients of the same kind, which
 `zero_grad(set_to_none=True)` causes at every step, only change the addresses; anything else makes a new plan.
 
 Rejected: comparing objects alone.  `tensor.data = ...`, offloading and `module.to(...)` move the memory of an object,
@@ -12,18 +12,17 @@ and a kernel that writes to the old address would corrupt other tensors.
 from __future__ import annotations
 
 import enum
-import itertools
-import operator
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from zoptim.backends.contract import BLOCK_NUMEL, FORMAT_OF_DTYPE, Job, Streams
-from zoptim.backends.memory import WrittenRanges, addresses, is_dense
+from zoptim.backends.contract import BLOCK_NUMEL, FORMAT_OF_DTYPE, Job
+from zoptim.backends.memory import WrittenRanges, is_dense
+from zoptim.backends.watch import GradTrace
 from zoptim.states.spec import ALIKE, STEP
 
 __all__ = [
@@ -33,9 +32,11 @@ __all__ = [
     "UpdatePath",
     "fallback_reason",
     "has_part_counts",
-    "same_objects",
     "sort_entries",
 ]
+
+
+ALL = (-1, 0)  # the place of all gradients of a group, in order
 
 
 class UpdatePath(enum.Enum):
@@ -55,6 +56,11 @@ class Entry:
     index: int  # position in the group
     copy: Tensor | None = None  # receives the new weight, rounded
     part: Part | None = None  # of a flat shard; None is a whole parameter
+
+    @property
+    def grad_offset(self) -> int:
+        """Bytes from the beginning of the parameter's gradient."""
+        return 0 if self.part is None else self.part.row.start * self.grad.element_size()
 
     def at(self, row: slice, tensor: int, shape: tuple[int, ...] = (-1,), position: int = 0) -> Entry:
         """Return the entry of the elements `row`, in memory order: part number `position`, of tensor `tensor`."""
@@ -92,96 +98,43 @@ class Batch:
     """Entries of one group that share path, device and dtypes."""
 
     path: UpdatePath
-    entries: list[Entry]  # on the kernel path, with the gradients of the step that made the plan
-    streams: Streams  # of the kernel path, with the gradients of the last step
+    entries: list[Entry]  # on the kernel path, their gradients are released
     job: Job | None = None  # of the kernel path
     ranges: WrittenRanges | None = None  # the memory that the job writes
     grad_bytes: array[int] = attrs.field(factory=lambda: array("q"))  # sizes of the gradients
+    grad_places: list[tuple[int, int]] = attrs.field(factory=list)  # index in the group and offset of each gradient
 
-    def find_overlap(self) -> int | None:
+    def grad_addresses(self, found: array[int]) -> array[int]:
+        """Return the address of each entry's gradient, given those of the group's parameters."""
+        if not self.grad_places:
+            self.grad_places = [(entry.index, entry.grad_offset) for entry in self.entries]
+            if self.grad_places == [(index, 0) for index in range(len(found))]:
+                self.grad_places = [ALL]
+        if self.grad_places == [ALL]:
+            return found
+        return array("Q", [found[index] + offset for index, offset in self.grad_places])
+
+    def find_overlap(self, grads: array[int]) -> int | None:
         """Return the position of an entry whose gradient overlaps memory that the step writes, or None."""
-        return None if self.ranges is None else self.ranges.find(addresses(self.streams.grads), self.grad_bytes)
+        return None if self.ranges is None else self.ranges.find(grads, self.grad_bytes)
+
+    def release_grads(self) -> None:
+        """Keep no gradient alive: the job knows their addresses."""
+        self.entries = [attrs.evolve(entry, grad=entry.grad.new_empty(0)) for entry in self.entries]
+
+    def assign_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Use other tensors, of the same kinds, on the torch path."""
+        self.entries = [attrs.evolve(entry, grad=_part(grads[entry.index], entry.part)) for entry in self.entries]
 
 
 @attrs.define(eq=False)
 class Plan:
-    """The batches of one group, and the tensors they were made from.
-
-    A plan keeps its tensors alive, so an equal address means the same memory: addresses alone show whether a tensor
-    was replaced or moved.
-    """
+    """The batches of one group, and the gradients they were made for."""
 
     key: Hashable  # options that the batches depend on
-    params: list[Tensor]
-    grads: list[Tensor | None]
     batches: list[Batch]
-    sources: list[dict[str, Any]]  # the states of parameters that have gradients
-    states: list[dict[str, Any]]  # all states of the optimizer; a dropped or replaced one makes a new plan
-    found: tuple[list[int], list[int]]  # addresses of parameters and of all their state
-    kinds: tuple[list[Any], ...]  # of the gradients, see kinds_of
-    grad_addresses: list[list[int]]  # per batch, of the last step
-
-    @classmethod
-    def make(
-        cls,
-        key: Hashable,
-        params: list[Tensor],
-        grads: list[Tensor | None],
-        batches: list[Batch],
-        states: Iterable[dict[str, Any]],
-    ) -> Plan:
-        entries = [entry for batch in batches for entry in batch.entries]
-        sources = list({id(source): source for source in map(_source, entries)}.values())
-        found = (addresses(params), _state_addresses(sources))
-        now = [addresses(batch.streams.grads) for batch in batches]
-        return cls(key, list(params), grads, batches, sources, list(states), found, kinds_of(grads), now)
-
-    def is_current(self, key: Hashable, params: Sequence[Tensor], states: Iterable[dict[str, Any]]) -> bool:
-        """Return whether the plan still describes the group, apart from gradients."""
-        if key != self.key or not (same_objects(params, self.params) and same_objects(list(states), self.states)):
-            return False
-        return (addresses(params), _state_addresses(self.sources)) == self.found
-
-    def use_grads(self, grads: list[Tensor | None], bind: Callable[[Batch], None]) -> bool:
-        """Use the gradients of this step.  Return False if they are of another kind and a new plan is needed.
-
-        `bind` is called for kernel batches whose gradients moved.
-        """
-        if not same_objects(grads, self.grads):
-            if kinds_of(grads) != self.kinds:
-                return False
-            self.grads = grads
-            for batch in self.batches:
-                self._assign_grads(batch)
-        for k, batch in enumerate(self.batches):
-            now = addresses(batch.streams.grads)
-            if batch.path is UpdatePath.KERNEL and now != self.grad_addresses[k]:
-                bind(batch)
-                self.grad_addresses[k] = now
-        return True
-
-    def _assign_grads(self, batch: Batch) -> None:
-        fresh = [_part(self.grads[entry.index], entry.part) for entry in batch.entries]
-        if batch.path is UpdatePath.KERNEL:
-            batch.streams.grads[:] = fresh
-        else:
-            batch.entries = [attrs.evolve(entry, grad=grad) for entry, grad in zip(batch.entries, fresh)]
-
-
-def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _source(entry: Entry) -> dict[str, Any]:
-    return entry.state if entry.part is None else entry.part.source
-
-
-def _state_addresses(sources: Sequence[dict[str, Any]]) -> list[int]:
-    try:
-        return addresses(itertools.chain.from_iterable(map(dict.values, sources)))
-    except TypeError:  # a user's entries that are not tensors
-        values = itertools.chain.from_iterable(map(dict.values, sources))
-        return addresses(value for value in values if isinstance(value, Tensor))
+    weights: list[Tensor]  # for each parameter, the tensor whose gradient is read if it has none
+    grads: GradTrace
 
 
 def fallback_reason(entry: Entry, device_reason: Callable[[torch.device], str | None]) -> str | None:
@@ -219,15 +172,3 @@ def _kind(value: Any) -> Any:
 def _part(grad: Tensor | None, part: Part | None) -> Tensor:
     assert grad is not None
     return grad if part is None else grad.view(-1)[part.row].view(part.shape)
-
-
-def kinds_of(grads: Sequence[Tensor | None]) -> tuple[list[Any], ...]:
-    """Return everything that a plan assumes about gradients except addresses.  Lists, because they compare fast."""
-    present = [grad for grad in grads if grad is not None]
-    return (
-        [grad is None for grad in grads],
-        [grad.dtype for grad in present],
-        [grad.device for grad in present],
-        [grad.shape for grad in present],
-        [grad.stride() if grad.layout is torch.strided else grad.layout for grad in present],
-    )

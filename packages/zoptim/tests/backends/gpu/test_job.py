@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ import torch
 
 from zoptim.backends.contract import Flag, Hyper, Streams
 from zoptim.backends.gpu import GpuJob
+from zoptim.backends.memory import addresses
 from zoptim.backends.signals import Signals
 
 ADAM = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -43,6 +45,18 @@ def test_addresses_that_stay_cost_no_launch_and_those_that_move_one_for_480(shim
     assert shim.names() == ["zk_patch"] * 3
     job.step(Hyper(lr=1.0), Signals())
     assert [float(weight[1]) for weight in weights] == [1.0 - k for k in range(1000)]
+
+
+def test_gradients_move_by_address_alone(shim: Any) -> None:
+    weights, grads = ([torch.ones(2) for _ in range(600)] for _ in range(2))
+    job = sgd(weights, grads, shim)
+    moved = [torch.full((2,), float(k)) for k in range(600)]
+    job.bind_grads(array("Q", addresses(grads)))
+    assert shim.names() == []
+    job.bind_grads(array("Q", addresses(moved)))
+    assert shim.names() == ["zk_patch"] * 2
+    job.step(Hyper(lr=1.0), Signals())
+    assert [float(weight[1]) for weight in weights] == [1.0 - k for k in range(600)]
 
 
 def test_all_streams_may_move(shim: Any, make_case: Any, assert_same_bits: Any) -> None:

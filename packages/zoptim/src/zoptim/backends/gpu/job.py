@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from typing import Final
 
+import attrs
 import torch
 from torch import Tensor
 
 from zoptim.backends.contract import Hyper, Streams
 from zoptim.backends.gpu.launch import Call, CupyLauncher, Launcher
 from zoptim.backends.gpu.source import COMMON, Formats, Program
-from zoptim.backends.gpu.tables import Table, columns_of, make_items
+from zoptim.backends.gpu.tables import GRADS, Table, columns_of, make_items
 from zoptim.backends.signals import Signals
 from zoptim.backends.sources import rule_number
 
@@ -59,6 +61,13 @@ class GpuJob:
         self._streams = streams
         moved = self._table.move(columns_of(streams))
         self._launch([Call(self._kernels["zk_patch"], 1, args) for args in moved])
+
+    def bind_grads(self, addresses: array[int]) -> None:
+        """See Job.  The allocator of torch reuses freed memory in the order of the stream, so none is kept."""
+        columns = [*self._table.known]
+        columns[GRADS] = addresses.tolist()
+        self._streams = attrs.evolve(self._streams, grads=[])
+        self._launch([Call(self._kernels["zk_patch"], 1, args) for args in self._table.move(columns)])
 
     def step(self, hyper: Hyper, signals: Signals) -> None:
         """See Job."""

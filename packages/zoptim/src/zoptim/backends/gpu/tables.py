@@ -17,9 +17,10 @@ from torch import Tensor
 from zoptim.backends.contract import Streams
 from zoptim.backends.memory import addresses
 
-__all__ = ["Columns", "Table", "columns_of", "make_items"]
+__all__ = ["GRADS", "Columns", "Table", "columns_of", "make_items"]
 
 PATCH_LENGTH = 480  # addresses in the arguments of one launch (ZK_PATCH)
+GRADS = 1  # the column of gradients
 _PATCH = struct.Struct(f"<Q3q{PATCH_LENGTH}Q")  # zk_patch_args
 
 Columns = list[list[int] | None]  # 64-bit words, one per row; None is a column of zeros

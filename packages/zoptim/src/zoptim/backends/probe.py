@@ -1,0 +1,118 @@
+"""The places of words in objects of torch and Python whose change shows that a tensor was replaced or moved.
+
+Problem: asking a thousand tensors for their addresses, even in C, takes as long as a small step: each question
+follows three pointers that are no longer in the cache.  Comparing words at known places follows none.
+
+Design: no header promises the places, so they are found in this process: words are compared with what torch says
+(`_cdata`, `data_ptr()`, `storage_offset()`), and before and after a change.  If anything is not where it is expected,
+`find_places` returns None, and watch.py asks every tensor.  Reading stays inside objects: only as many words are read
+as every build of torch and Python has there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Places", "find_places"]
+
+Places = dict[str, int]  # the fields of zk_places
+
+_IMPL_WORDS = 22  # words that every TensorImpl has, at least
+_FEW_WORDS = 8
+_SHAPE, _STRIDES, _OFFSET = (3, 5), (1013, 149), 17  # numbers that are nothing else in a tensor
+
+
+def find_places() -> Places | None:
+    """Return the places in this process; None if torch or Python are built in another way."""
+    try:
+        found = {**_tensor_places(), **_autograd_places(), **_container_places()}
+    except (AttributeError, LookupError):
+        return None
+    for extra in (torch.ones(2), torch.ones(4, 3, dtype=torch.bfloat16)[1:]):  # the same in other tensors
+        impl = _word(id(extra) + found["impl"])
+        storage = _word(impl + found["storage"])
+        expected = (extra._cdata, extra.untyped_storage()._cdata, extra.storage_offset())
+        if (impl, storage, _word(impl + found["offset"])) != expected:
+            return None
+        if _word(storage + found["data"]) != extra.untyped_storage().data_ptr():
+            return None
+    return found
+
+
+def _tensor_places() -> Places:
+    """The implementation of a tensor object, its storage, and where the memory of that begins."""
+    tensor = torch.empty(6000).as_strided(_SHAPE, _STRIDES, _OFFSET)
+    storage = tensor.untyped_storage()
+    foreign = torch.frombuffer(bytearray(16), dtype=torch.float32).untyped_storage()  # its owner is no second address
+    impl_words = _words(tensor._cdata, _IMPL_WORDS)
+    offset = _position(impl_words, _OFFSET)
+    for value in (*_SHAPE, *_STRIDES):
+        if _position(impl_words, value) > offset:
+            raise LookupError("sizes and strides lie behind the offset")
+    others = _words(tensor.to(torch.bfloat16)._cdata, _IMPL_WORDS)
+    plain = _words(torch.empty(6000).as_strided(_SHAPE, _STRIDES, _OFFSET)._cdata, _IMPL_WORDS)
+    kind = offset + 16  # the dtype, behind the number of elements
+    if others[kind // 8] == impl_words[kind // 8] or plain[kind // 8] != impl_words[kind // 8]:
+        raise LookupError("the dtype does not follow the number of elements")
+    return {
+        "impl": _position(_words(id(tensor), torch.Tensor.__basicsize__ // 8), tensor._cdata),
+        "storage": _position(impl_words[:_FEW_WORDS], storage._cdata),
+        "offset": offset,
+        "impl_bytes": kind + 8,
+        "data": _position(_words(foreign._cdata, _FEW_WORDS), foreign.data_ptr()),
+    }
+
+
+def _autograd_places() -> Places:
+    """Autograd's record of a tensor, and the gradient in it."""
+    tensor, grad = torch.ones(3), torch.ones(3)
+    before = _words(tensor._cdata, _IMPL_WORDS)
+    tensor.requires_grad_()
+    changed = [k for k, word in enumerate(_words(tensor._cdata, _IMPL_WORDS)) if word != before[k]]
+    (meta,) = [k for k in changed if before[k] == 0] if len(changed) == 1 else _missing("autograd's record")
+    record = _word(tensor._cdata + 8 * meta)
+    empty = _words(record, _FEW_WORDS)
+    tensor.grad = grad
+    place = _position(_words(record, _FEW_WORDS), grad._cdata)
+    return {"meta": 8 * meta, "grad": place, "no_grad": empty[place // 8]}
+
+
+def _container_places() -> Places:
+    """Length and items of a list, the version of a dict."""
+    items: list[object] = [torch.ones(()), "another", 3]
+    words = _words(id(items), list.__basicsize__ // 8)
+    length, array = 16, 24
+    if words[length // 8] != len(items) or _words(words[array // 8], len(items)) != [id(item) for item in items]:
+        _missing("the items of a list")
+    watched: dict[str, object] = {"a": items[0]}
+    place, versions = 24, set()
+    for value in (items[1], items[2], items[0]):
+        versions.add(_word(id(watched) + place))
+        watched["a"] = value  # no other word of a dict changes here
+    del watched["a"]
+    versions |= {_word(id(watched) + place), _word(id({}) + place)}
+    if len(versions) < 5:
+        _missing("the version of a dict")
+    return {"length": length, "items": array, "version": place}
+
+
+def _missing(what: str) -> Sequence[int]:
+    raise LookupError(f"{what} has no known place")
+
+
+def _word(address: int) -> int:
+    return int(ctypes.c_uint64.from_address(address).value)
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_uint64 * count).from_address(address))
+
+
+def _position(words: list[int], value: int) -> int:
+    """Return the offset in bytes of a value that occurs once."""
+    if words.count(value) != 1:
+        _missing(f"the word {value}")
+    return 8 * words.index(value)
