@@ -75,7 +75,9 @@ class HollowTensor(Tensor):
         return self.allocation
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs take the disabled one for the type
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise Unusual(f"{func} outside of a dry run")
 
 
@@ -257,7 +259,8 @@ def _layer_norm(args: Any) -> Rule:
     shape = tuple(given.shape)
     probes = [None if each is None else torch.zeros(1, dtype=each.dtype, device="cpu") for each in affine]
     probe = torch.zeros(1, dtype=given.dtype, device="cpu")
-    dtypes = [each.dtype for each in torch.native_layer_norm(probe, (1,), *probes, 1e-5)]
+    weight, bias = probes
+    dtypes = [each.dtype for each in torch.native_layer_norm(probe, (1,), weight, bias, 1e-5)]
     means = (*shape[: len(shape) - len(normalized)], *[1] * len(normalized))
     results = [
         _Made(layout=(sizes, _contiguous(sizes), 0, dtype), source=-1 - index, is_source=False)
@@ -275,7 +278,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _layout_of(tensor: Tensor) -> Layout:
     if tensor.layout is not torch.strided or tensor.is_complex():
         raise Unusual(f"a tensor of {tensor.layout}, {tensor.dtype}")
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
 
 
 def _key(value: Any, inputs: list[HollowTensor]) -> Any:
