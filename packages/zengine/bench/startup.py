@@ -91,7 +91,7 @@ CONFIG = """{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps":
 ZENGINE = {
     "import torch": "import torch",
     "import zengine.deepspeed": "import torch, zengine.deepspeed",
-    "and initialize, zero.Init, comm": "import torch, zengine.deepspeed as d; d.initialize, d.zero.Init, d.comm.all_reduce",
+    "and touch initialize, zero, comm": "import torch, zengine.deepspeed as d; d.initialize, d.zero, d.comm",
     "zengine --help": "run('--help')",
     "zengine check": "run('check c.json')",
     "zengine explain, 7B": "import torch; run('explain c.json --params 7e9 --world 64 --device cuda')",

@@ -159,7 +159,7 @@ def has_fake_rule(func: Any) -> bool:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Run torch's meta kernels inside without importing torch's compiler, which takes 0.8 s and 90 MB.
+    """Run torch's meta kernels inside without importing torch's compiler, which takes 0.8 s and 70 MB.
 
     Kernels in Python import it on their first call, to be left out of graphs; nothing is compiled here.  A module
     with this one function stands in for it, and what it answered is forgotten at the end.  Beside other threads,

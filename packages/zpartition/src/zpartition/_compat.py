@@ -209,7 +209,7 @@ def _is_for_the_cpu_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `torch.compiler.disable(function)`, made when torch's compiler is in use.
 
-    To make it imports the compiler: 0.8 s and 90 MB in each process, most of which compile nothing.
+    To make it imports the compiler: 0.8 s and 70 MB in each process, most of which compile nothing.
     """
     made: list[Callable[..., Any]] = []
 
