@@ -178,7 +178,7 @@ def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Telemetr
         batch_size=plan.batch.train_batch_size,
         replicas=plan.parallel.gradient_ranks,
         pieces=plan.parallel.degrees.sequence,
-        num_devices=groups.table.numel(),
+        num_devices=groups.table.size,
     )
 
 
