@@ -41,7 +41,7 @@ def test_an_old_name_is_an_error_that_has_the_new_one(monkeypatch):
         from renamed_example import Old  # noqa: F401
 
 
-def test_an_engine_of_a_whole_model_loads_nothing_that_splits_models():
+def test_an_engine_of_a_whole_model_loads_no_feature_that_is_off_and_nothing_that_splits_models():
     script = """
 import logging, sys
 logging.disable()
@@ -49,7 +49,10 @@ from torch import nn
 import zengine
 zengine.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}})
 splits = ("tensor", "pipeline", "sequence", "experts", "activations")
-print([name for name in sys.modules if name.startswith("zpartition.") and name.split(".")[1] in splits])
+found = [name for name in sys.modules if name.startswith("zpartition.") and name.split(".")[1] in splits]
+off = ("features.random_ltd", "features.measuring", "flops.", "telemetry.sinks.", "telemetry.telemetry", "planning")
+found += [name for name in sys.modules if name.startswith(tuple(f"zengine.{part}" for part in off))]
+print(found + sorted({"torch._dynamo", "cffi", "tensorboard", "transformers"} & set(sys.modules)))
 """
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
 
