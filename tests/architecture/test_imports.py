@@ -62,15 +62,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # checks names and options with zoptim, on a dummy parameter, so the config has no list of them
     "config/reading/choices.py": {
-        "zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}
-    },
-    # reads the signatures, to suggest the nearest option
-    "config/reading/structure.py": {
         "zoptim": {
-            *("Adafactor", "Adagrad", "AdamW", "LAMB", "Lion", "Muon", "SGD"),
-            *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR"),
-        },
+            *("make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"),
+            *("OPTIMIZER_OPTIONS", "SCHEDULE_OPTIONS", "certainly_accepts"),
+        }
     },
+    # suggests the nearest option
+    "config/reading/structure.py": {"zoptim": {"OPTIMIZER_OPTIONS", "SCHEDULE_OPTIONS"}},
     "telemetry/": {"zcomm": {"traced", "Record"}},
     # plans a run without starting it: sizes, and optimizers and schedules on dummy parameters
     "planning/": {

@@ -33,7 +33,7 @@ ORDER = {
         *("partition", "sharding", "tensors", "tensor", "experts", "sequence", "testing"),
     ],
     "zoptim": [
-        *("_compat", "errors", "checks", "rules", "backends", "schedules", "states", "updates", "shards"),
+        *("_compat", "errors", "checks", "options", "rules", "backends", "schedules", "states", "updates", "shards"),
         "optimizers",
     ],
     "zckpt": [

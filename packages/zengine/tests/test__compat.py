@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,23 @@ def test_a_callback_waits_for_cuda():
     told: list[int] = []
     _compat.when_cuda_starts(lambda: told.append(1))
     assert told == ([1] if torch.cuda.is_initialized() else [])
+
+
+def test_meta_kernels_run_without_the_compiler_which_is_whole_afterwards() -> None:
+    script = """
+import sys
+import torch
+from zengine import _compat
+
+given = torch.empty(4, 4, device="meta")
+with _compat.without_compiler():
+    product = torch.ops.aten.addmm.default(given, given, given)
+assert product.shape == (4, 4)
+assert "torch._dynamo" not in sys.modules
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+with _compat.without_compiler():
+    assert torch._dynamo.config is sys.modules["torch._dynamo"].config  # it is there: nothing stands in for it
+assert torch.ops.aten.addmm.default(given, given, given).shape == (4, 4)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -28,11 +28,14 @@ class Node:
 def test_what_imports_make_inside_counts_as_old_and_is_collected_all_the_same(monkeypatch: pytest.MonkeyPatch):
     with gc_paused():
         monkeypatch.setitem(sys.modules, "imported_inside", sys)
-        node = Node()
-        node.itself = node
-        alive = weakref.ref(node)
-        del node
+        node, garbage = Node(), Node()
+        node.itself, garbage.itself = node, garbage
+        alive, dropped = weakref.ref(node), weakref.ref(garbage)
+        del garbage
+        assert dropped() is not None
+    assert dropped() is None  # as the classes that attrs replaces
     assert gc.get_freeze_count() == 0
+    del node
     gc.collect(0)
     assert alive() is not None
     gc.collect()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +26,7 @@ from zpartition._compat import (
     running_node,
     swap,
     truncated_normal_through,
+    uncompiled,
     version,
 )
 
@@ -160,3 +164,16 @@ def test_a_storage_tells_whether_tensors_have_it() -> None:
     assert not is_unreferenced(storage)
     del view
     assert is_unreferenced(storage)
+
+
+def test_a_function_is_apart_from_graphs_without_importing_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch.compiler, "disable", lambda function: asked.append(function) or function)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    hook = uncompiled(lambda x: x + 1)
+    assert (hook(1), hook(2), asked) == (2, 3, [])
+    assert "torch._dynamo" not in sys.modules
+    monkeypatch.setitem(
+        sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo")
+    )  # from now on graphs are made
+    assert (hook(1), hook(2), len(asked)) == (2, 3, 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -105,18 +108,77 @@ def watching(see: Callable[[list[Any]], None]) -> AbstractContextManager[Any]:
     Autograd asks each fake tensor for its device, several times for each operation: these questions are answered
     here, because the way through the dispatch of fake tensors costs more than the operation.
     """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     asks_device = torch.ops.prim.device.default
 
-    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is asks_device and hasattr(args[0], "fake_device"):
-                return args[0].fake_device
-            result = func(*args, **(kwargs or {}))
-            see(tree_leaves(result))
-            return result
+    def answer(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is asks_device and hasattr(args[0], "fake_device"):
+            return args[0].fake_device
+        result = func(*args, **kwargs)
+        see(tree_leaves(result))
+        return result
 
-    return Watch()  # type: ignore[no-untyped-call]
+    return dispatch_mode(answer)
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # `__torch_function__` of a class that overrides none
+
+
+def dispatch_mode(answer: Callable[[Any, Any, dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Call `answer(operation, args, kwargs)` in place of every operation inside, those of autograd included."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # otherwise the first operation imports torch's compiler
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return answer(func, args, kwargs or {})
+
+    return Mode()  # type: ignore[no-untyped-call]
+
+
+def wrapper_tensor(cls: Any, layout: tuple[Any, ...], device: torch.device) -> Any:
+    """Return a tensor of a subclass with `__torch_dispatch__`, without memory.
+
+    layout: shape, stride, offset, dtype.
+    """
+    shape, stride, offset, dtype = layout
+    make: Any = getattr(torch.Tensor, "_make_wrapper_subclass")  # noqa: B009 - torch's stubs lack some arguments
+    return make(cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device)
+
+
+def has_fake_rule(func: Any) -> bool:
+    """Return whether torch's fake tensors have a rule for an operation, in place of or before its meta kernel."""
+    from torch._subclasses.fake_impls import op_implementations_checks
+
+    return any(is_for(func) for is_for, _ in op_implementations_checks)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Run torch's meta kernels inside without importing torch's compiler, which takes 0.8 s and 70 MB.
+
+    Kernels in Python import it on their first call, to be left out of graphs; nothing is compiled here.  A module
+    with this one function stands in for it, and what it answered is forgotten at the end.  Beside other threads,
+    which may compile, the compiler is imported.
+    """
+    name, marked = "torch._dynamo", []
+
+    def disable(function: Any, *_: Any, **__: Any) -> Any:
+        marked.append(function)
+        return function
+
+    if name in sys.modules or threading.active_count() > 1:
+        yield
+        return
+    sys.modules[name] = stand_in = ModuleType(name)
+    vars(stand_in)["disable"] = disable
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        for function in marked:
+            vars(function).pop("__dynamo_disable", None)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = make_parser().parse_args(argv)
 
-    from zengine.config import ConfigError  # imports torch, which parsing does not need
+    from zengine.config import ConfigError  # imports the keys, which parsing does not need
 
     try:
         command = COMMANDS[arguments.command]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,30 @@ def test_problems_are_printed_with_status_1(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+CONFIG = """{"train_batch_size": 64, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3},
+ "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+ "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}},
+ "checkpoint": {"keep": {"last": 2, "best": ["loss"]}}%s}"""
+
+
+def test_neither_checks_nor_help_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "full.json").write_text(CONFIG % "")
+    (tmp_path / "wrong.json").write_text(CONFIG % ', "weight_decay": 1, "fp16": {"enabled": true}')
+    script = """
+import sys
+from zengine.cli import main
+for line in ("check full.json", "check wrong.json", "schema", "convert-config full.json", "-h"):
+    try:
+        print("status", main(line.split()))
+    except SystemExit:
+        pass
+heavy = {"torch", "zcomm", "zpartition", "zprecision", "zoptim.optimizers.flat"} & set(sys.modules)
+print("heavy", heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("status")] == ["status 0", "status 1", "status 0", "status 0"]
+    assert lines[-1] == "heavy set()"
+    assert '"weight_decay" belongs under "optimizer.params"' in done.stderr

@@ -9,24 +9,24 @@ optimizer.
 
 The schedules are DeepSpeed's five, as pure functions of the number of applied updates.
 
-`make_optimizer` and `make_schedule` build from the names and options of a DeepSpeed config.
+`make_optimizer` and `make_schedule` build from the names and options of a DeepSpeed config; `certainly_accepts`
+checks these without torch.
 """
 
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zoptim.backends.select import Kernels, has_kernels, kernels
-from zoptim.backends.stats import GradStats, grad_stats, sum_of_squares
 from zoptim.errors import NotAvailableYetError, UnknownNameError, UnsupportedTensorError
 from zoptim.optimizers import table
-from zoptim.optimizers.build import make_optimizer
-from zoptim.optimizers.flat import FlatOptimizer
-from zoptim.optimizers.grad_scale import AcceptsGradScale, GradScaled, accept_grad_scale, supports_grad_scale
-from zoptim.shards.segments import Segment
-from zoptim.states.formats import StateFormat
+from zoptim.options import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, certainly_accepts
 
 if TYPE_CHECKING:
+    from zoptim.backends.select import Kernels, has_kernels, kernels
+    from zoptim.backends.stats import GradStats, grad_stats, sum_of_squares
+    from zoptim.optimizers.build import make_optimizer
+    from zoptim.optimizers.flat import FlatOptimizer
+    from zoptim.optimizers.grad_scale import AcceptsGradScale, GradScaled, accept_grad_scale, supports_grad_scale
     from zoptim.optimizers.table import *  # noqa: F403
     from zoptim.schedules import (
         LRRangeTest,
@@ -38,10 +38,15 @@ if TYPE_CHECKING:
         WarmupLR,
         make_schedule,
     )
+    from zoptim.shards.segments import Segment
+    from zoptim.states.formats import StateFormat
 
 __version__ = "0.3.0"
 
 __all__ = [
+    "OPTIMIZER_OPTIONS",
+    "SCHEDULE_OPTIONS",
+    "certainly_accepts",
     "AcceptsGradScale",
     "FlatOptimizer",
     "GradScaled",
@@ -70,9 +75,19 @@ __all__ = [
     *table.MODULE_BY_NAME,
 ]
 
-# Imported on first use: most programs use one optimizer and one schedule.
-_SCHEDULES = "LRRangeTest LRSchedule OneCycle Schedule WarmupCosineLR WarmupDecayLR WarmupLR make_schedule"
-_LAZY_MODULES = {**table.MODULE_BY_NAME, **dict.fromkeys(_SCHEDULES.split(), "zoptim.schedules")}
+# Imported on first use: most programs use one optimizer and one schedule, and a config is checked without torch.
+_NAMES_IN = {
+    "backends.select": "Kernels has_kernels kernels",
+    "backends.stats": "GradStats grad_stats sum_of_squares",
+    "optimizers.build": "make_optimizer",
+    "optimizers.flat": "FlatOptimizer",
+    "optimizers.grad_scale": "AcceptsGradScale GradScaled accept_grad_scale supports_grad_scale",
+    "schedules": "LRRangeTest LRSchedule OneCycle Schedule WarmupCosineLR WarmupDecayLR WarmupLR make_schedule",
+    "shards.segments": "Segment",
+    "states.formats": "StateFormat",
+}
+_LAZY_MODULES = dict(table.MODULE_BY_NAME)
+_LAZY_MODULES |= {name: f"zoptim.{module}" for module, names in _NAMES_IN.items() for name in names.split()}
 
 # Old public name -> new one; for one minor version.
 RENAMED = {"speaks_grad_scale": "supports_grad_scale"}

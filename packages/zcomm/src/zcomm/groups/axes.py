@@ -19,8 +19,9 @@ import math
 from typing import Any, Protocol, final
 
 import attrs
-import torch
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -85,7 +86,7 @@ class Groups:
     """
 
     axes: tuple[str, ...]
-    table: torch.Tensor  # global ranks, integer
+    table: NDArray[np.int64]  # global ranks
     rank: int  # global rank of this process
     expert: int = 1  # degree
     given: dict[tuple[int, ...], ProcessGroup] = attrs.field(factory=dict)  # by their ranks: groups made elsewhere
@@ -99,7 +100,7 @@ class Groups:
         size = (dist.get_world_size() if dist.is_initialized() else 1) if world_size is None else world_size
         mine = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
         found = degrees.resolved(size)
-        table = torch.arange(size).view(*(getattr(found, axis) for axis in _AXES))
+        table = np.arange(size).reshape([getattr(found, axis) for axis in _AXES])
         return cls(_AXES, table, mine, found.expert)
 
     @classmethod
@@ -116,7 +117,7 @@ class Groups:
             raise ValueError(f"the mesh has axes {mesh.mesh_dim_names}, two of which are {names}: name each once.")
         sizes = {axis: mesh.size(names.index(axis)) if axis in names else 1 for axis in _AXES}
         Degrees(**sizes, expert=expert).resolved(mesh.size())
-        found = cls(names, mesh.mesh.cpu(), dist.get_rank(), expert)
+        found = cls(names, mesh.mesh.cpu().numpy().astype(np.int64), dist.get_rank(), expert)
         found.given = {found.ranks(name): mesh.get_group(dim) for dim, name in enumerate(names)}
         return found
 
@@ -136,7 +137,7 @@ class Groups:
                 f"the groups {table} of mpu.{getter}() and the data-parallel group "
                 f"{dist.get_process_group_ranks(data)} are not the rows and a column of one table of ranks."
             )
-        found = cls(("shard", "tensor"), torch.tensor(table), dist.get_rank())
+        found = cls(("shard", "tensor"), np.array(table), dist.get_rank())
         found.given = {tuple(dist.get_process_group_ranks(group)): group for group in (tensor, data)}
         return found
 
@@ -149,13 +150,13 @@ class Groups:
         if (named := self.ranks("tensor")) == tensor_ranks:
             self.given[tensor_ranks] = tensor
             return self
-        if "tensor" in self.axes or math.prod(self.table.shape) != len(self.ranks(*_DATA)):
+        if "tensor" in self.axes or self.table.size != len(self.ranks(*_DATA)):
             raise ValueError(
                 f"the model is split over ranks {list(tensor_ranks)}, but its tensor ranks were given as "
                 f"{list(named)}: split it over the group of that axis."
             )
         columns = all_gather_object(self.table.reshape(-1).tolist(), tensor)
-        found = Groups(("shard", "tensor"), torch.tensor(columns).t(), self.rank, self.expert, dict(self.given))
+        found = Groups(("shard", "tensor"), np.array(columns).T, self.rank, self.expert, dict(self.given))
         found.given[tensor_ranks] = tensor
         return found
 
@@ -163,7 +164,7 @@ class Groups:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Global ranks that differ from this one along `axes` only, in order, including this one."""
-        here = (self.table == self.rank).nonzero()[0]
+        here = np.argwhere(self.table == self.rank)[0]
         index = tuple(slice(None) if axis in axes else int(at) for axis, at in zip(self.axes, here))
         return tuple(self.table[index].reshape(-1).tolist())
 

@@ -24,6 +24,7 @@ import zcomm
 import zoptim
 import zpartition
 import zprecision
+from zengine import features
 from zengine.build.agreement import check_agreement
 from zengine.build.expert_parallel import check_experts, distribute_experts
 from zengine.build.loaders import check_data, data_features, make_feed, training_loader
@@ -46,20 +47,8 @@ from zengine.engine.runners import (
     RunnerWithCleanup,
     Sequential,
 )
-from zengine.features import (
-    BackgroundSaves,
-    CountFlops,
-    DumpState,
-    LayerNorms,
-    Measuring,
-    PythonGC,
-    SameBatch,
-    Unfreezing,
-)
 from zengine.features.builtin import balancing_features
-from zengine.features.dynamic_batching import ScaledRate
 from zengine.telemetry import make_telemetry
-from zengine.telemetry.sinks.table import folder_of
 
 if TYPE_CHECKING:
     from zengine.config.plan.telemetry import FlopsPlan
@@ -140,7 +129,7 @@ def _make_parts(
             groups=groups,
             partition=partition,
             scaler=scaler,
-            optimizer=ScaledRate(slot) if plan.data.packing else slot,
+            optimizer=features.ScaledRate(slot) if plan.data.packing else slot,
             scheduler=ConstantRate() if scheduler is None else scheduler,
             telemetry=telemetry,
             inspect=make_inspect(partition),
@@ -178,7 +167,7 @@ def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Telemetr
         batch_size=plan.batch.train_batch_size,
         replicas=plan.parallel.gradient_ranks,
         pieces=plan.parallel.degrees.sequence,
-        num_devices=groups.table.numel(),
+        num_devices=groups.table.size,
     )
 
 
@@ -191,23 +180,23 @@ def make_features(
     """
     chosen: list[Feature] = []
     if plan.parallel.degrees.tensor > 1:
-        chosen.append(SameBatch(() if pipeline is None else ("inputs", "labels")))
+        chosen.append(features.SameBatch(() if pipeline is None else ("inputs", "labels")))
     if partition.frozen_params:
-        chosen.append(Unfreezing())
+        chosen.append(features.Unfreezing())
     chosen += balancing_features(partition.module)
     if plan.checkpoint.async_save:
-        chosen.append(BackgroundSaves())
+        chosen.append(features.BackgroundSaves())
     chosen += data_features(plan.data)
     if plan.dump_state:
-        chosen.append(DumpState())
+        chosen.append(features.DumpState())
     if not plan.collect_garbage:
-        chosen.append(PythonGC())
+        chosen.append(features.PythonGC())
     if plan.telemetry.is_wanted:
-        chosen.append(Measuring())
+        chosen.append(features.Measuring())
     if plan.telemetry.gradient_histograms:
-        chosen.append(LayerNorms(plan.telemetry.gradient_histograms))
+        chosen.append(features.LayerNorms(plan.telemetry.gradient_histograms))
     if plan.telemetry.is_wanted and plan.telemetry.rates.count_flops_at:
-        chosen.append(CountFlops(plan.telemetry.rates.count_flops_at))
+        chosen.append(features.CountFlops(plan.telemetry.rates.count_flops_at))
     return (*chosen, *make_profilers(plan, pipeline))
 
 
@@ -242,7 +231,11 @@ def _flops_feature(plan: FlopsPlan, folder: Path | None, pipeline: PipelineRunne
 def _run_folder(plan: Plan) -> Path | None:
     """Return the folder of the run's record (`jsonl_monitor`); None if that is off."""
     monitor = plan.telemetry.jsonl_monitor
-    return folder_of(monitor) if monitor.enabled else None
+    if not monitor.enabled:
+        return None
+    from zengine.telemetry.sinks.table import folder_of
+
+    return folder_of(monitor)
 
 
 def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -110,7 +110,7 @@ def _fixed_layout(groups: zcomm.Groups, source: str) -> ProcessLayout:
         return attrs.evolve(groups, expert=degrees.expert)  # the groups may be those of another engine
 
     degrees = {axis: len(groups.ranks(axis)) for axis in _AXES}
-    return ProcessLayout(make, groups.table.numel(), degrees, source, groups.world)
+    return ProcessLayout(make, groups.table.size, degrees, source, groups.world)
 
 
 def _mpu_groups(mpu: Any) -> zcomm.Groups:
@@ -132,4 +132,4 @@ def _mpu_groups(mpu: Any) -> zcomm.Groups:
     group = mpu.get_data_parallel_group()
     ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return zcomm.Groups(("shard",), torch.tensor(ranks), rank, given={ranks: group})
+    return zcomm.Groups(("shard",), np.array(ranks), rank, given={ranks: group})

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
+from zengine import features
 from zengine.config import ConfigError, DataPlan, Plan, Problem
 from zengine.data.loaders.base import Loader, PostProcess
 from zengine.data.loaders.factory import LoaderFactory, is_indexed, make_fetcher
 from zengine.data.metrics import SAMPLE_FILE, MetricError, MetricIndex, lengths_of, open_array
 from zengine.data.order.curriculum import DifficultyType, Limit
 from zengine.engine.feature import Feature
-from zengine.features import DynamicBatching, RandomLtd, SampleDifficulty, SeqlenCurriculum
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run
@@ -105,10 +105,10 @@ def training_loader(dataset: Any, data: DataPlan, feed: LoaderFactory) -> Loader
 def data_features(data: DataPlan) -> tuple[Feature, ...]:
     """Return the features of the data sections; sequences are truncated before tokens are dropped."""
     return (
-        *(SeqlenCurriculum(schedule) for schedule in data.seqlen),
-        *(SampleDifficulty() for _ in data.metrics[:1]),
-        *(DynamicBatching(chosen.lr_scaling) for chosen in data.packing),
-        *(RandomLtd(plan) for plan in data.ltd),
+        *(features.SeqlenCurriculum(schedule) for schedule in data.seqlen),
+        *(features.SampleDifficulty() for _ in data.metrics[:1]),
+        *(features.DynamicBatching(chosen.lr_scaling) for chosen in data.packing),
+        *(features.RandomLtd(plan) for plan in data.ltd),
     )
 
 

@@ -14,16 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zengine.commands import CommandError
-from zengine.config import Config, ConfigError, Facts, Problem, load, resolve, violations
+from zengine.config import Config, ConfigError, Facts, Problem, load, violations
 from zengine.config.grammar.source import read
 from zengine.config.reading.auto import fill_autos
 from zengine.config.reading.convert import convert
 from zengine.config.reading.json_schema import json_schema
 from zengine.config.reading.versions import KEY
-from zengine.initialize import bf16_is_faster
 
 __all__ = ["facts_of", "parse_auto", "run_check", "run_convert", "run_schema"]
 
@@ -32,6 +29,8 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Print the notices of a config.  Raises ConfigError with every problem."""
     config = load(arguments.config)
     if arguments.world:
+        from zengine.config import resolve  # imports torch, for dtypes and to look for a GPU
+
         plan = resolve(config, facts_of(config, arguments.world))
         print("\n".join([f"{arguments.config}: no problems at world size {arguments.world}", *plan.notices]))
         return 0
@@ -92,6 +91,10 @@ def _write(path: Path, text: str) -> None:
 
 def facts_of(config: Config, world_size: int, device: str = "") -> Facts:
     """Return the facts of `world_size` data-parallel ranks on `device`: "cpu", "cuda", or "" for this machine's."""
+    import torch
+
+    from zengine.initialize import bf16_is_faster
+
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = device or here
     is_faster = bf16_is_faster(config, torch.device(here), None) if device == here else device == "cuda"

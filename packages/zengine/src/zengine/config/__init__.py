@@ -13,18 +13,22 @@ for each key), `reading` (from a document to settings), `plan` (from settings to
 
 from __future__ import annotations
 
-from zengine.config.grammar.errors import ConfigError, Place, Problem
-from zengine.config.keys.root import Settings
-from zengine.config.plan.batch import BatchPlan
-from zengine.config.plan.data import DataPlan
-from zengine.config.plan.facts import Facts
-from zengine.config.plan.optimizer import OptimizerPlan, SchedulerPlan
-from zengine.config.plan.plan import Plan
-from zengine.config.plan.resolve import resolve
-from zengine.config.plan.rules import violations
-from zengine.config.plan.telemetry import TelemetryPlan
-from zengine.config.reading.load import Config, load
-from zengine.imports import lazy_attributes
+from typing import TYPE_CHECKING
+
+from zengine.imports import homes_below, lazy_attributes
+
+if TYPE_CHECKING:
+    from zengine.config.grammar.errors import ConfigError, Place, Problem
+    from zengine.config.keys.root import Settings
+    from zengine.config.plan.batch import BatchPlan
+    from zengine.config.plan.data import DataPlan
+    from zengine.config.plan.facts import Facts
+    from zengine.config.plan.optimizer import OptimizerPlan, SchedulerPlan
+    from zengine.config.plan.plan import Plan
+    from zengine.config.plan.resolve import resolve
+    from zengine.config.plan.rules import violations
+    from zengine.config.plan.telemetry import TelemetryPlan
+    from zengine.config.reading.load import Config, load
 
 __all__ = [
     "BatchPlan",
@@ -47,4 +51,25 @@ __all__ = [
 # Each monitor's plan is its section of the config: plan.telemetry.csv_monitor, .wandb, ...
 RENAMED = {"MonitorPlan": "zengine.config.TelemetryPlan"}
 
-__getattr__ = lazy_attributes(__name__, {}, RENAMED)
+_HOME_OF = homes_below(
+    __name__,
+    {
+        "grammar.errors": "ConfigError Place Problem",
+        "keys.root": "Settings",
+        "plan.batch": "BatchPlan",
+        "plan.data": "DataPlan",
+        "plan.facts": "Facts",
+        "plan.optimizer": "OptimizerPlan SchedulerPlan",
+        "plan.plan": "Plan",
+        "plan.resolve": "resolve",
+        "plan.rules": "violations",
+        "plan.telemetry": "TelemetryPlan",
+        "reading.load": "Config load",
+    },
+)  # imported on first use: a config is checked without torch, and resolved with it
+
+__getattr__ = lazy_attributes(__name__, _HOME_OF, RENAMED)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -4,14 +4,19 @@ The order of features is the order of their hooks.  A feature gets a `Run` in `a
 tensors of a step, and saves its own state.
 """
 
-from zengine.engine.feature import Feature
-from zengine.features.builtin import BackgroundSaves, Balancing, DumpState, PythonGC, Unfreezing
-from zengine.features.curriculum import SampleDifficulty, SeqlenCurriculum
-from zengine.features.dynamic_batching import DynamicBatching
-from zengine.features.measuring import LayerNorms, Measuring
-from zengine.features.random_ltd import RandomLtd
-from zengine.features.same_batch import SameBatch
-from zengine.flops.feature import CountFlops
+from typing import TYPE_CHECKING
+
+from zengine.imports import homes_below, lazy_attributes
+
+if TYPE_CHECKING:
+    from zengine.engine.feature import Feature
+    from zengine.features.builtin import BackgroundSaves, Balancing, DumpState, PythonGC, Unfreezing
+    from zengine.features.curriculum import SampleDifficulty, SeqlenCurriculum
+    from zengine.features.dynamic_batching import DynamicBatching, ScaledRate
+    from zengine.features.measuring import LayerNorms, Measuring
+    from zengine.features.random_ltd import RandomLtd
+    from zengine.features.same_batch import SameBatch
+    from zengine.flops.feature import CountFlops
 
 __all__ = [
     "BackgroundSaves",
@@ -26,6 +31,27 @@ __all__ = [
     "RandomLtd",
     "SameBatch",
     "SampleDifficulty",
+    "ScaledRate",
     "SeqlenCurriculum",
     "Unfreezing",
 ]
+
+_HOME_OF = homes_below(
+    "zengine",
+    {
+        "engine.feature": "Feature",
+        "features.builtin": "BackgroundSaves Balancing DumpState PythonGC Unfreezing",
+        "features.curriculum": "SampleDifficulty SeqlenCurriculum",
+        "features.dynamic_batching": "DynamicBatching ScaledRate",
+        "features.measuring": "LayerNorms Measuring",
+        "features.random_ltd": "RandomLtd",
+        "features.same_batch": "SameBatch",
+        "flops.feature": "CountFlops",
+    },
+)  # imported on first use: a feature that is off is absent
+
+__getattr__ = lazy_attributes(__name__, _HOME_OF)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

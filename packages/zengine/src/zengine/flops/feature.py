@@ -61,7 +61,7 @@ class CountFlops(Feature):
         return args, kwargs
 
     def step_begin(self) -> None:
-        clock, num_ranks = self.run.clock, self.run.parts.groups.table.numel()
+        clock, num_ranks = self.run.clock, self.run.parts.groups.table.size
         while self.counting:
             self.counting.pop().close()
             samples = clock.samples_per_micro_step * clock.index  # of all ranks

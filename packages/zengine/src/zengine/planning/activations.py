@@ -1,7 +1,8 @@
-"""Activation memory of a forward and backward: a dry run on fake tensors.
+"""Activation memory of a forward and backward: a dry run on tensors without memory.
 
-Every operation runs on fake tensors (no storage) of the real device type, so the same kernels are selected:
-attention saves a row of sums on one device and a square of scores on another.  A storage counts from the operation
+Every operation runs on tensors of the real device type, so the same kernels are selected: attention saves a row of
+sums on one device and a square of scores on another.  Usual models run on hollow tensors (hollow.py), others on
+torch's fake tensors, which take ten times as long.  A storage counts from the operation
 that creates it until its last reference is gone, whether autograd saves it, checkpointing recomputes it, or it is
 temporary.  A parameter's gradient counts until it is accumulated: then it lies in a bucket, which the partition's
 plan counts.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, final
 
 import attrs
@@ -22,8 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from zengine._compat import fake_tensors, have_dry_runs, watching
+from zengine.planning.hollow import HollowTensors
 
 __all__ = ["Activations", "CannotDryRun", "call_model", "dry_run", "loss_of"]
+
+Watching = Callable[[Callable[[list[Any]], None]], AbstractContextManager[Any]]
 
 _GRANULE = 512  # bytes that the CUDA allocator hands out
 
@@ -93,10 +97,13 @@ def dry_run(
     """
     if not have_dry_runs():
         raise CannotDryRun(f"torch {torch.__version__} has no fake tensors: measure instead (--measure)")
+    run = _Run(module=module, batch=batch, device=device, autocast=autocast)
+    if device == "cpu":
+        with suppress(Exception):  # an operation without a rule, or a fault of the model, which comes again below
+            hollow = HollowTensors(device)
+            return run.tracked(hollow.running(), hollow.watching)
     try:
-        with fake_tensors(), torch.device(device):
-            casting = torch.autocast(device, dtype=autocast) if autocast != torch.float32 else nullcontext()
-            return _run_tracked(_fake_copy(module, device), batch(), casting)
+        return run.tracked(fake_tensors(), watching)
     except CannotDryRun:
         raise
     except Exception as error:
@@ -107,35 +114,55 @@ def dry_run(
         ) from error
 
 
-def _fake_copy(module: nn.Module, device: str) -> nn.Module:
-    """Return a copy of `module` on fake tensors; shared tensors stay shared."""
+@attrs.frozen(kw_only=True)
+class _Run:
+    """Arguments of a dry run."""
+
+    module: nn.Module
+    batch: Callable[[], Any]
+    device: str
+    autocast: torch.dtype
+
+    def tracked(self, running: AbstractContextManager[Any], watching: Watching) -> Activations:
+        """Run forward and backward inside `running`; `watching` tells the results of operations."""
+        with running, self._default_device():
+            module, given = _copy_without_memory(self.module, self.device), self.batch()
+            for param in module.parameters():
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
+            tracker = MemoryTracker([*module.parameters(), *module.buffers()])
+            with watching(tracker.count):
+                with self._casting():
+                    output = call_model(module, given)
+                loss = loss_of(output)
+                del output
+                forward, saved = tracker.peak, tracker.current
+                tracker.reset()
+                loss.backward()  # type: ignore[no-untyped-call]
+            return Activations(forward=forward, backward=tracker.peak, saved=saved)
+
+    def _default_device(self) -> AbstractContextManager[Any]:
+        """Make the device the default one; a context costs time at each call of torch, so only if it is another."""
+        return nullcontext() if torch.get_default_device() == torch.device(self.device) else torch.device(self.device)
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        is_on = self.autocast != torch.float32
+        return torch.autocast(self.device, dtype=self.autocast) if is_on else nullcontext()
+
+
+def _copy_without_memory(module: nn.Module, device: str) -> nn.Module:
+    """Return a copy of `module` on tensors without memory; shared tensors stay shared."""
     copies: dict[int, Any] = {}
 
-    def fake(tensor: Tensor) -> Any:
+    def empty(tensor: Tensor) -> Any:
         if id(tensor) not in copies:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             is_param = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_param else empty
+            copies[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_param else made
         return copies[id(tensor)]
 
-    copied = copy.deepcopy(module, {id(t): fake(t) for t in (*module.parameters(), *module.buffers())})
+    copied = copy.deepcopy(module, {id(t): empty(t) for t in (*module.parameters(), *module.buffers())})
     return copied.train()
-
-
-def _run_tracked(module: nn.Module, given: Any, casting: AbstractContextManager[Any]) -> Activations:
-    for param in module.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
-    tracker = MemoryTracker([*module.parameters(), *module.buffers()])
-    with watching(tracker.count):
-        with casting:
-            output = call_model(module, given)
-        loss = loss_of(output)
-        del output
-        forward, saved = tracker.peak, tracker.current
-        tracker.reset()
-        loss.backward()  # type: ignore[no-untyped-call]
-    return Activations(forward=forward, backward=tracker.peak, saved=saved)
 
 
 def _drop_grad(param: Tensor) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 if TYPE_CHECKING:  # the public names of the rows, for type checkers
+    import torch
+
     from zoptim.optimizers.adafactor import Adafactor as Adafactor
     from zoptim.optimizers.adagrad import Adagrad as Adagrad
     from zoptim.optimizers.adam import Adam as Adam

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import zcomm
-from zpartition._compat import tree_map_only
+from zpartition._compat import tree_map_only, uncompiled
 from zpartition.experts.stacked import check_divisible
 from zpartition.layout.address import Address
 from zpartition.layout.expert_lists import ShardedExpertList
@@ -128,7 +128,7 @@ class _ExpertListLayer(ShardedExpertList):
         """Addresses of the experts' parameters."""
         return self.expert_addresses
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original forward, and serve the other ranks until theirs are done."""
         device = next(self.parameters()).device

@@ -181,9 +181,8 @@ class UnshardHooks:
         def end_call(owner: nn.Module, _args: Any, output: Any) -> Any:
             return self.end_call(owner, output)
 
-        self._register(
-            module, *map(torch.compiler.disable, (begin_call, end_call))
-        )  # hooks run between compiled graphs
+        begin, end = _compat.uncompiled(begin_call), _compat.uncompiled(end_call)  # hooks run between compiled graphs
+        self._register(module, begin, end)
 
     def _hook_part(self, module: nn.Module, units: list[Unit]) -> None:
         """Unshard `units` while a part of their modules is called by itself, from outside."""

@@ -14,11 +14,10 @@ import enum
 import math
 import numbers
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from zengine.config.grammar.errors import NOTHING, ConfigError, Problem
 from zengine.config.grammar.scan import MAX_DEPTH, Document, dotted, scan
@@ -127,7 +126,7 @@ class _Copying:
             return whole if whole.bit_length() < _MAX_BITS else math.inf * (1 if whole > 0 else -1)
         if isinstance(value, numbers.Real) and not math.isnan(value):
             return float(value)
-        if isinstance(value, torch.dtype):
+        if _is_dtype(value):
             return str(value)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
@@ -155,6 +154,12 @@ class _Copying:
 
     def report(self, path: KeyPath, reason: str, suggestion: str = "", given: object = NOTHING) -> None:
         self.problems.append(Problem(key=dotted(path), given=given, reason=reason, suggestion=suggestion))
+
+
+def _is_dtype(value: object) -> bool:
+    """Return whether a value is a dtype of torch, which is imported if there is one."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.dtype)
 
 
 def _json_hint(value: object) -> str:

@@ -6,7 +6,7 @@ A section is enabled if every switch above it is on: `data_efficiency.enabled`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zengine.config.grammar.errors import NOWHERE, Problem
 from zengine.config.keys.data import (
@@ -17,10 +17,12 @@ from zengine.config.keys.data import (
     LtdSchedule,
     RandomLtdSection,
 )
-from zengine.config.plan.parallel import ParallelPlan
 from zengine.config.reading.load import Config
 from zengine.data.order.packing import Packing, PickingOrder
 from zengine.data.order.schedules import Custom, FixedDiscrete, FixedRoot, Schedule
+
+if TYPE_CHECKING:
+    from zengine.config.plan.parallel import ParallelPlan  # imports torch
 
 SEQLEN = "curriculum_learning"
 METRICS = "data_efficiency.data_sampling.curriculum_learning"

@@ -17,6 +17,7 @@ import torch
 
 from zengine.config.keys.precision import Amp, Autocast, Bf16, DataTypes, Float8, Fp16
 from zengine.config.keys.root import Settings
+from zengine.config.plan.dtype_names import autocast_of, keeps_model_dtype, param_dtypes
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.optimizer import is_narrow, optimizer_plan
 from zengine.config.plan.rows import PlanRow, planned, rows
@@ -28,12 +29,9 @@ __all__ = [
     "Float8Plan",
     "NumericsPlan",
     "Scaling",
-    "autocast_of",
     "default_master_dtype",
     "derived_dtypes",
-    "keeps_model_dtype",
     "numerics",
-    "param_dtypes",
     "precision",
     "precision_notices",
     "precision_rows",
@@ -67,36 +65,12 @@ class NumericsPlan:
 PLAIN = NumericsPlan()
 
 
-def keeps_model_dtype(settings: Settings) -> bool:
-    """Return True if no key sets the dtype of the weights."""
-    return not (settings.fp16.enabled or settings.bf16.enabled or settings.data_types.param_dtype)
-
-
 def default_master_dtype(stage: int) -> torch.dtype | None:
     """Return the least dtype of masters if parameters keep the model's dtype; None: there are no masters.
 
     As in DeepSpeed: none at stage 0, which is plain torch, and at least float32 from stage 1 on.
     """
     return torch.float32 if stage else None
-
-
-def param_dtypes(settings: Settings) -> frozenset[str]:
-    """Return the dtype of the weights by the config, float32 if no key sets it; two dtypes if bf16 is "auto"."""
-    if settings.fp16.enabled:
-        return frozenset({"float16"})
-    if settings.bf16.enabled == "auto":
-        return frozenset({"bfloat16", "float32"})
-    return frozenset({"bfloat16" if settings.bf16.enabled else settings.data_types.param_dtype or "float32"})
-
-
-def autocast_of(settings: Settings) -> Autocast:
-    """Return the torch_autocast section with its dtype, or the one that the amp section is read as."""
-    amp = settings.amp
-    if not amp.enabled or amp.opt_level == "O0":
-        dtype = "float16" if param_dtypes(settings) == {"float16"} else "bfloat16"
-        return attrs.evolve(settings.torch_autocast, dtype=settings.torch_autocast.dtype or dtype)
-    factor = 0.0 if amp.loss_scale == "dynamic" else float(amp.loss_scale)
-    return Autocast(enabled=True, dtype="float16", loss_scale=factor)
 
 
 def precision(settings: Settings, facts: Facts) -> Precision:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zengine.config.grammar.errors import NOWHERE, Problem, shown
+from zengine.config.plan.dtype_names import autocast_of, param_dtypes
 from zengine.config.plan.facts import Facts
-from zengine.config.plan.precision import autocast_of, param_dtypes
 from zengine.config.reading.choices import accepts_option
 from zengine.config.reading.load import Config, at, violation
 

@@ -1,8 +1,9 @@
 """Validation of optimizers and schedules: their names and options are passed to zoptim on one number.
 
 This happens before the model exists, so a misspelt `weight_decay` is reported together with the other mistakes of the
-file.  zoptim alone defines its names, options and ranges.  Rejected: a copy of its option lists here, which would be
-wrong after the first change there.
+file.  zoptim alone defines its names, options and ranges.  Options that it certainly accepts are not
+tried: to build even one number imports torch.  Rejected: a copy of its option lists here, which would be wrong after
+the first change there.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 import zoptim
 from zengine.config.grammar.errors import NOTHING, Place, Problem
 from zengine.config.grammar.scan import Document
 from zengine.config.keys.root import Settings
 from zengine.config.keys.training import Optimizer, Scheduler
+
+if TYPE_CHECKING:
+    import torch
 
 Make = Callable[[str, Mapping[str, Any]], object]
 
@@ -51,11 +54,15 @@ def check_choices(settings: Settings, document: Document) -> Choices:
 
 def accepts_option(name: str, params: Mapping[str, Any], option: str, value: object) -> bool:
     """Return True if the optimizer `name` with `params` also accepts `option` with this value."""
-    failure = _failure(_make_optimizer, name, {**params, option: value})
+    given = {**params, option: value}
+    is_certain = zoptim.certainly_accepts(zoptim.OPTIMIZER_OPTIONS, name, given)
+    failure = None if is_certain else _failure(_make_optimizer, name, given)
     return failure is None or _depends_on_groups(failure, params)
 
 
 def _make_optimizer(name: str, params: Mapping[str, Any]) -> torch.optim.Optimizer:
+    import torch
+
     return zoptim.make_optimizer(name, [torch.nn.Parameter(torch.zeros(1, 1))], params)
 
 
@@ -84,12 +91,20 @@ class _Trial:
             if self.chosen.params:
                 yield self.problem("params", f"given without {self.section}.type, the name of what to build")
             return
+        if self.is_certain():
+            return
         failure = _failure(self.make, self.chosen.type, {})
         if isinstance(failure, (zoptim.UnknownNameError, zoptim.NotAvailableYetError)):
             yield self.problem("type", _sentence(failure), self.chosen.type)
             return
         options = list(self.option_problems())
         yield from options or self.value_problem()
+
+    def is_certain(self) -> bool:
+        """Return True if nothing has to be tried."""
+        table = zoptim.OPTIMIZER_OPTIONS if self.section == "optimizer" else zoptim.SCHEDULE_OPTIONS
+        is_accepted = zoptim.certainly_accepts(table, self.chosen.type, self.chosen.params)
+        return is_accepted and not set(self.chosen.params) & _ENGINE_DOES.keys()
 
     def option_problems(self) -> Iterator[Problem]:
         """Yield problems of options that do not exist, are redundant, or are still "auto"."""

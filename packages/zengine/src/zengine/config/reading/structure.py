@@ -9,7 +9,6 @@ it belongs; option names of optimizers and schedules are searched as well.
 from __future__ import annotations
 
 import enum
-import inspect
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,13 +16,13 @@ from typing import Any
 
 import attrs
 
-import zoptim
 from zengine.config.grammar.errors import NOTHING, Place, Problem, shown
 from zengine.config.grammar.kinds import MAPPING, TRUTH, Mismatch
 from zengine.config.grammar.scan import Document, Path, dotted
 from zengine.config.grammar.suggest import look_alike, nearest, one_of
 from zengine.config.grammar.table import COMMENT_KEYS, Key, Row, Section, Support, walk
 from zengine.config.keys.root import ROOT, Settings
+from zoptim import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 
 SWITCHED_OFF = "the section is switched off"
 LEFT_AUTO = 'it is "auto", so its default applies'
@@ -347,23 +346,7 @@ def _homes() -> dict[str, tuple[str, ...]]:
     for path, _ in walk(ROOT):
         if "*" not in path:
             homes.setdefault(path[-1], []).append(".".join(path[:-1]))
-    for home, known in _classes().items():
-        for name in {name for made in known for name in inspect.signature(made).parameters}:
+    for home, table in (("optimizer.params", OPTIMIZER_OPTIONS), ("scheduler.params", SCHEDULE_OPTIONS)):
+        for name in sorted({name for options in table.values() for name in options}):
             homes.setdefault(name, []).append(home)
     return {name: tuple(sections) for name, sections in homes.items()}
-
-
-def _classes() -> dict[str, tuple[type, ...]]:
-    """Return the classes whose arguments are options; only an unknown key imports them."""
-    return {
-        "optimizer.params": (
-            zoptim.AdamW,
-            zoptim.SGD,
-            zoptim.Adagrad,
-            zoptim.LAMB,
-            zoptim.Lion,
-            zoptim.Muon,
-            zoptim.Adafactor,
-        ),
-        "scheduler.params": (zoptim.WarmupDecayLR, zoptim.WarmupCosineLR, zoptim.OneCycle, zoptim.LRRangeTest),
-    }

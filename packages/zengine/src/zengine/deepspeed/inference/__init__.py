@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.inference import config, engine
-from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, default_inference_config
-from zengine.deepspeed.inference.engine import InferenceEngine, init_inference
+from typing import TYPE_CHECKING
+
+from zengine.imports import homes_below, lazy_attributes
+
+if TYPE_CHECKING:
+    from zengine.deepspeed.inference import config, engine
+    from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, default_inference_config
+    from zengine.deepspeed.inference.engine import InferenceEngine, init_inference
 
 __all__ = [
     "DeepSpeedInferenceConfig",
@@ -14,3 +19,17 @@ __all__ = [
     "engine",
     "init_inference",
 ]
+
+_HOME_OF = homes_below(
+    __name__,
+    {
+        "config": "DeepSpeedInferenceConfig default_inference_config",
+        "engine": "InferenceEngine init_inference",
+    },
+)  # imported on first use
+
+__getattr__ = lazy_attributes(__name__, _HOME_OF, with_submodules=True)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

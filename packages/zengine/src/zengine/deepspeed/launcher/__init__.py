@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.launcher import constants, launch, multinode_runner, runner
+from typing import TYPE_CHECKING
+
+from zengine.imports import lazy_attributes
+
+if TYPE_CHECKING:
+    from zengine.deepspeed.launcher import constants, launch, multinode_runner, runner
 
 __all__ = ["constants", "launch", "multinode_runner", "runner"]
+
+__getattr__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

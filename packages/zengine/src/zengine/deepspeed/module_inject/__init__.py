@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.module_inject import auto_tp, layers, replace_module, tp_shard
-from zengine.deepspeed.module_inject.auto_tp import AutoTP, ReplaceWithTensorSlicing
-from zengine.deepspeed.module_inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, Normalize
-from zengine.deepspeed.module_inject.modes import set_autotp_mode
-from zengine.deepspeed.module_inject.replace_module import (
-    GroupQuantizer,
-    generic_injection,
-    replace_transformer_layer,
-    revert_transformer_layer,
-)
+from typing import TYPE_CHECKING
+
+from zengine.imports import homes_below, lazy_attributes
+
+if TYPE_CHECKING:
+    from zengine.deepspeed.module_inject import auto_tp, layers, replace_module, tp_shard
+    from zengine.deepspeed.module_inject.auto_tp import AutoTP, ReplaceWithTensorSlicing
+    from zengine.deepspeed.module_inject.layers import EmbeddingLayer, LinearAllreduce, LinearLayer, Normalize
+    from zengine.deepspeed.module_inject.modes import set_autotp_mode
+    from zengine.deepspeed.module_inject.replace_module import (
+        GroupQuantizer,
+        generic_injection,
+        replace_transformer_layer,
+        revert_transformer_layer,
+    )
 
 __all__ = [
     "AutoTP",
@@ -30,3 +35,19 @@ __all__ = [
     "set_autotp_mode",
     "tp_shard",
 ]
+
+_HOME_OF = homes_below(
+    __name__,
+    {
+        "auto_tp": "AutoTP ReplaceWithTensorSlicing",
+        "layers": "EmbeddingLayer LinearAllreduce LinearLayer Normalize",
+        "modes": "set_autotp_mode",
+        "replace_module": "GroupQuantizer generic_injection replace_transformer_layer revert_transformer_layer",
+    },
+)  # imported on first use
+
+__getattr__ = lazy_attributes(__name__, _HOME_OF, with_submodules=True)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.sequence import cross_entropy, fpdt_layer, layer, vocab_parallel_ops
+from typing import TYPE_CHECKING
+
+from zengine.imports import lazy_attributes
+
+if TYPE_CHECKING:
+    from zengine.deepspeed.sequence import cross_entropy, fpdt_layer, layer, vocab_parallel_ops
 
 __all__ = ["cross_entropy", "fpdt_layer", "layer", "vocab_parallel_ops"]
+
+__getattr__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
