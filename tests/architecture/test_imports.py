@@ -278,10 +278,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "checkpoint/consensus.py": {
         "zckpt": {
             *("find", "Checkpoint", "MemoryCheckpoint", "interchange"),
-            *("interchange.ForeignCheckpoint", "interchange.detect_format", "interchange.read_deepspeed"),
+            *("interchange.ForeignCheckpoint", "interchange.detect_format"),
+            "interchange.read_deepspeed_together",
             *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "CheckpointStateError", "Node"),
         },
-        "zcomm": {"all_gather_object", "group_rank", "group_size"},
+        "zcomm": {"all_gather_object", "group_rank", "group_size", "this_host"},
     },
 }
 

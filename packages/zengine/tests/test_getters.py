@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 import zengine
+from zengine import deepspeed
 
 CONFIG = {
     "train_batch_size": 12,
@@ -38,12 +39,14 @@ EXPECTED = {
     "loss_scale": 0.0,
     "zero_optimization_stage": 3,
     "zero_optimization": True,
-    "zero_offload_optimizer": "none",
-    "zero_offload_param": "none",
+    "zero_offload_optimizer": None,
+    "zero_offload_param": None,
     "zero_cpu_offload": False,
     "zero_overlap_comm": True,
     "zero_ignore_unused_parameters": True,
-    "zero_reduce_bucket_size": 0,
+    "zero_reduce_bucket_size": 1024,  # of the only bucket: nothing limits it
+    "zero_allgather_bucket_size": 1024,
+    "zero_sub_group_size": 1024,
     "zero_prefetch_bucket_size": 9,
     "zero_param_persistence_threshold": 7,
     "steps_per_print": 3,
@@ -72,6 +75,25 @@ def test_limits_of_stage_3_are_numbers(engine):
     assert engine.zero_model_persistence_threshold() == plan.persist_total_numel
     assert (plan.max_live_numel, engine.zero_max_live_parameters()) == (None, 0)
     assert engine.zero_max_reuse_distance() == plan.max_reuse_numel
+
+
+@pytest.mark.parametrize("initialize", [zengine.initialize, deepspeed.initialize])
+def test_sections_about_offload_are_objects(initialize):
+    zero = {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+        "reduce_bucket_size": 70,
+        "allgather_bucket_size": 80,
+        "sub_group_size": 90,
+    }
+    engine = initialize(model=nn.Linear(2, 1), config={**CONFIG, "zero_optimization": zero})[0]
+    section = engine.zero_offload_optimizer()
+    assert (section.device, section.ratio, engine.zero_partial_offload()) == ("cpu", 0.5, 0.5)
+    assert engine.zero_offload_param() is None
+    assert engine.zero_use_cpu_optimizer()
+    sizes = engine.zero_reduce_bucket_size(), engine.zero_allgather_bucket_size(), engine.zero_sub_group_size()
+    assert sizes == (70, 80, 90)
+    engine.close()
 
 
 def test_getters_of_what_zengine_does_not_have_say_that_it_is_off(engine):

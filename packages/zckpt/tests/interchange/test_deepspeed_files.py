@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
-from zckpt.interchange.deepspeed_files import open_files
+from zckpt.interchange.deepspeed_files import VerifyShare, open_files
 from zckpt.interchange.deepspeed_listing import choose_folder
+from zckpt.interchange.zipmap import ZipMap
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 
@@ -90,3 +91,30 @@ def test_what_is_not_read_is_refused_by_name(run: Path) -> None:
 def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="no model states"):
         open_files(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["zero0_fp32", "zero2_bf16", "zero3_fp32", "universal_zero3_fp32"])
+def test_processes_of_one_host_verify_every_byte_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, verified = choose_folder(FIXTURES / case, None), list[str]()
+    monkeypatch.setattr(ZipMap, "verify", lambda file: verified.append(str(file.path)))
+    open_files(folder).close()
+    alone = sorted(verified)
+    shares = []
+    for index in range(3):
+        verified.clear()
+        open_files(folder, VerifyShare(index, 3)).close()
+        shares.append(list(verified))
+    assert sorted(path for share in shares for path in share) == alone
+    assert all(shares[:2]) or len(alone) == 1
+
+
+def test_a_damaged_file_raises_in_the_process_that_verifies_it(run: Path) -> None:
+    damaged = step(run) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(damaged.read_bytes())
+    with ZipMap.open(damaged) as file:
+        member = max(file.members.values(), key=lambda each: each.nbytes * each.name.startswith("data/"))
+    content[member.start] ^= 1
+    damaged.write_bytes(content)
+    open_files(step(run), VerifyShare(1, 2)).close()
+    with pytest.raises(CheckpointCorrupt, match=r"zero_pp_rank_1_mp_rank_00_optim_states.pt: member 'data/"):
+        open_files(step(run), VerifyShare(0, 2))

@@ -39,6 +39,7 @@ from zcomm.groups.topology import PipeDataParallelTopology, PipeModelDataParalle
 from zcomm.groups.world import World, init
 from zcomm.hangs.abort import abort, close_on_failure, diagnose_failure, failure
 from zcomm.hangs.fingerprint import context
+from zcomm.hosts import this_host
 from zcomm.shared.registry import transport, transport_reason
 
 __version__ = "0.3.0"
@@ -89,6 +90,7 @@ __all__ = [
     "return_ragged_rows",
     "shared_empty",
     "strided_group",
+    "this_host",
     "traced",
     "transport",
     "transport_reason",

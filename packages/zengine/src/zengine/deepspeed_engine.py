@@ -83,7 +83,6 @@ class DeepSpeedEngine(PlanGetters):
     """Engine with DeepSpeed's names; `zengine.initialize` returns one."""
 
     _client = ClientObjects()  # `initialize` replaces it
-    _deepspeed: Any = None  # EngineObjects, if `deepspeed.initialize` made the engine
 
     # -- counters, and the last step -------------------------------------------------------------
 
@@ -383,6 +382,17 @@ class DeepSpeedEngine(PlanGetters):
         """Free the weights that stage 3 keeps gathered; their next use gathers them again."""
         self.clock.require_open("empty_partition_cache")
         self.parts.partition.unsharder.release_all()
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Set the module to training or evaluation; all ranks call.
+
+        A change frees the weights that stage 3 keeps gathered, so that what was written into `param.ds_tensor` is
+        used.
+        """
+        if mode is not self.training:
+            self.parts.partition.unsharder.release_all()
+        super().train(mode)
+        return self
 
     # -- weights ---------------------------------------------------------------------------------
 

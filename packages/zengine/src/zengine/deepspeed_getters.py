@@ -3,7 +3,8 @@
     engine.train_batch_size()                  # engine.plan.batch.train_batch_size
     engine.zero_quantized_weights()            # engine.plan.zero.weight_bits > 0
 
-A row is `Setting[type]` with its meaning and a function of the plan.  A getter of something that zengine does not
+A row is `Setting[type]` with its meaning and a function of the plan, or `Derived[type]` with a function of the
+engine, for what depends on the model, too.  A getter of something that zengine does not
 have returns what is true here: it is off, or always so.  `DeepSpeedEngine` (deepspeed_engine.py) adds the other
 names.
 """
@@ -11,7 +12,8 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, overload
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar, final, overload
 
 import torch
 
@@ -36,7 +38,23 @@ class Setting(Generic[T]):
     @overload
     def __get__(self, engine: PlanGetters, owner: type) -> Callable[[], T]: ...
     def __get__(self, engine: PlanGetters | None, owner: type) -> Setting[T] | Callable[[], T]:
-        return self if engine is None else lambda: self.read(engine.plan)
+        return self if engine is None else lambda: self.value(engine)
+
+    def value(self, engine: PlanGetters) -> T:
+        """Return the value of an engine."""
+        return self.read(engine.plan)
+
+
+@final
+class Derived(Setting[T]):
+    """Method of an engine without arguments that reads its parts."""
+
+    def __init__(self, doc: str, find: Callable[[PlanGetters], T]) -> None:
+        self.__doc__ = doc
+        self.find = find
+
+    def value(self, engine: PlanGetters) -> T:
+        return self.find(engine)
 
 
 def _never(doc: str) -> Setting[bool]:
@@ -65,8 +83,23 @@ def _dynamic_loss_args(plan: Plan) -> dict[str, Any] | None:
     }
 
 
+def _largest_bucket(engine: PlanGetters) -> int:
+    """Return the elements of the largest bucket."""
+    return max((bucket.numel for bucket in engine.parts.partition.layout.buckets), default=0)
+
+
+def _offload_section(engine: PlanGetters, name: str) -> Any:
+    """Return a section about offload: DeepSpeed's object, or one with the resolved values."""
+    if engine._deepspeed is not None:
+        return getattr(engine._deepspeed.config.zero_config, name)
+    is_off = engine.plan.offloads.get(name, "none") == "none"
+    return None if is_off else SimpleNamespace(**engine.plan.get(f"zero_optimization.{name}"))
+
+
 class PlanGetters(Engine):
     """Engine with DeepSpeed's getters of its config."""
+
+    _deepspeed: Any = None  # EngineObjects, if `deepspeed.initialize` made the engine
 
     # -- batches -------------------------------------------------------------------------------------
 
@@ -160,11 +193,11 @@ class PlanGetters(Engine):
     zero_optimization = Setting[bool]("Something is sharded.", lambda p: p.zero.stage > 0)
     zero_optimization_partition_gradients = Setting[bool]("Gradients are sharded.", lambda p: p.zero.stage >= 2)
     zero_optimization_partition_weights = Setting[bool]("Weights are sharded.", lambda p: p.zero.stage >= 3)
-    zero_offload_optimizer = Setting[str](
-        'Tier of optimizer states: "none", "cpu" or "nvme".', lambda p: p.offloads.get("offload_optimizer", "none")
+    zero_offload_optimizer = Derived[Any](
+        "The section `offload_optimizer`; None without it.", lambda e: _offload_section(e, "offload_optimizer")
     )
-    zero_offload_param = Setting[str](
-        'Tier of sharded weights: "none", "cpu" or "nvme".', lambda p: p.offloads.get("offload_param", "none")
+    zero_offload_param = Derived[Any](
+        "The section `offload_param`; None without it.", lambda e: _offload_section(e, "offload_param")
     )
     zero_cpu_offload = Setting[bool](
         "Optimizer states are on the host.", lambda p: p.offloads.get("offload_optimizer", "none") == "cpu"
@@ -173,8 +206,9 @@ class PlanGetters(Engine):
     zero_ignore_unused_parameters = Setting[bool](
         "Parameters without a gradient are no error.", lambda p: p.zero.ignore_unused
     )
-    zero_reduce_bucket_size = Setting[int](
-        "Elements of a bucket; 0: from the model's size.", lambda p: p.zero.bucket_numel
+    zero_reduce_bucket_size = Derived[int](
+        "Elements of a bucket, at most; those of the largest one if the config sets no limit.",
+        lambda e: e.plan.zero.bucket_numel or _largest_bucket(e),
     )
     zero_prefetch_bucket_size = Setting[int]("Elements gathered ahead at stage 3.", lambda p: p.zero.prefetch_numel)
     zero_param_persistence_threshold = Setting[int](
@@ -203,11 +237,13 @@ class PlanGetters(Engine):
     cpuadam_cores_perc = Setting[float](
         "Share of the cores for such an update; 0: torch's threads.", lambda p: p.zero.offload.core_share
     )
-    zero_sub_group_size = Setting[int](
-        "Elements of an offloaded update; 0: a bucket.", lambda p: p.zero.offload.step_numel
+    zero_sub_group_size = Derived[int](
+        "Elements of an offloaded update; by default those of the largest bucket.",
+        lambda e: e.plan.zero.offload.step_numel or _largest_bucket(e),
     )
-    zero_allgather_bucket_size = Setting[int](
-        "Elements of a message of updated weights; 0: a bucket.", lambda p: p.zero.gather_numel
+    zero_allgather_bucket_size = Derived[int](
+        "Elements of a message of updated weights; by default those of the largest bucket.",
+        lambda e: e.plan.zero.gather_numel or _largest_bucket(e),
     )
     zero_module_granularity_threshold = Setting[int](
         "Elements of the modules that stage 3 gathers together; 0: from the model's size.",

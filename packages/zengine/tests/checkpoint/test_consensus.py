@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch import nn
 import zckpt
 import zcomm
 import zengine
+from zckpt.interchange.zipmap import ZipMap
 from zcomm.testing import run_ranks
-from zengine.checkpoint.consensus import GroupPeers, common_tag, errors_at, find, on_every_rank
+from zengine.checkpoint.consensus import GroupPeers, common_tag, errors_at, find, found_source, on_every_rank
+
+DEEPSPEED = Path(__file__).resolve().parents[3] / "zckpt/tests/fixtures/deepspeed"
 
 
 def _peers() -> GroupPeers:
@@ -121,3 +126,37 @@ def test_whatever_an_owner_trips_over_names_file_and_key(error):
     with pytest.raises(zckpt.CheckpointStateError) as told, errors_at(node):
         raise error
     assert str(told.value).startswith("runs/a/manifest.json: objects['clock']: ")
+
+
+def _open_together(folder: str) -> tuple[str, list[str]]:
+    """Return the error, and the files that this rank verified."""
+    verified: list[str] = []
+    verify = ZipMap.verify
+
+    def recorded(file: ZipMap) -> None:
+        verified.append(file.path.name)
+        verify(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ZipMap, "verify", recorded)
+        try:
+            with found_source(folder, None, _peers()) as source:
+                return str(source.manifest.tag), verified
+        except zckpt.CheckpointCorrupt as error:
+            return str(error), verified
+
+
+def test_ranks_of_a_host_verify_a_deepspeed_folder_together_and_share_the_verdict(tmp_path):
+    shutil.copytree(DEEPSPEED / "zero2_bf16", tmp_path / "run")
+    (tag, first), (_, second) = run_ranks(_open_together, 2, str(tmp_path / "run"))
+    files = sorted(path.name for path in (tmp_path / "run/global_step3").glob("*.pt"))
+    assert (tag, sorted(first + second)) == ("global_step3", files)
+    damaged = tmp_path / "run/global_step3" / second[-1]
+    with ZipMap.open(damaged) as file:
+        start = next(each.start for each in file.members.values() if each.name.startswith("data/") and each.nbytes)
+    content = bytearray(damaged.read_bytes())
+    content[start] ^= 1
+    damaged.write_bytes(content)
+    (told, _), (raised, _) = run_ranks(_open_together, 2, str(tmp_path / "run"))
+    assert told == f"nothing was loaded, because of rank 1: {raised}"
+    assert damaged.name in raised

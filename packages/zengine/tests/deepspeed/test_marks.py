@@ -233,6 +233,41 @@ def check_gathering() -> None:
     engine.destroy()
 
 
+def check_owner() -> None:
+    """The group of a weight is its engine's, whatever engines are made later; small weights are those that stay."""
+    one = deepspeed.initialize(model=Net(), config=config(persist=20))[0]
+    zero = {"stage": 3, "shard_group_size": 1}
+    two = deepspeed.initialize(model=Net(), mesh_param=(1, 2), config={**config(), "zero_optimization": zero})[0]
+    assert deepspeed.utils.groups.get_data_parallel_group().size() == 1  # of the latest engine
+    assert {param.ds_process_group.size() for param in one.module.parameters()} == {2}
+    assert {param.ds_process_group.size() for param in two.module.parameters()} == {1}
+    assert [param.ds_persist for param in one.module.parameters()] == [False, True] * 2 + [False, True]
+    assert one.optimizer.parameter_offload.persistent_parameters == [each.bias for each in one.module.children()]
+
+
+def test_the_group_of_a_weight_is_that_of_its_engine() -> None:
+    run_ranks(check_owner, 2)
+
+
+def check_written_shards() -> None:
+    """A change between evaluation and training shows what was written into shards meanwhile."""
+    engine = engine_of()
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        before = engine.eval()(x)  # the weights stay gathered
+        for param in engine.module.parameters():
+            param.ds_tensor.mul_(0)
+        engine.train()
+        assert not engine(x).any()
+    assert before.any()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_change_of_mode_shows_what_was_written_into_shards(world: int) -> None:
+    run_ranks(check_written_shards, world)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_gather_and_partition_are_the_two_ends_of_a_block(world: int) -> None:
     run_ranks(check_gathering, world)

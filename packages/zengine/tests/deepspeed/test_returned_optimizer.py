@@ -13,6 +13,7 @@ from torch import nn
 
 import zengine.deepspeed as deepspeed
 import zoptim
+from zcomm.testing import run_ranks
 from zengine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zengine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from zengine.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -234,3 +235,22 @@ def test_names_of_a_sharded_optimizers_parts():
     assert all(part.data_ptr() % step == 0 for group in parts for part in group)
     weights = torch.cat([param.detach().reshape(-1) for param in engine.module.parameters()])
     assert torch.cat([part for group in parts for part in group]).sum() == pytest.approx(float(weights.sum()))
+
+
+def check_overflows(stage: int) -> list[bool]:
+    """Only rank 0's gradient is infinite; returns the answers of each moment."""
+    config = {**ADAM, **BF16, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    engine, optimizer = make(config)
+    found = [optimizer.has_overflow()]
+    for factor in (1.0, float("inf") if engine.global_rank == 0 else 1.0):
+        engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum() * factor)
+        optimizer.check_overflow(partition_gradients=stage > 1)
+        found.append(optimizer.overflow)
+        report = engine.step()
+        assert bool(report) is not optimizer.overflow
+    return found
+
+
+def test_gradients_are_checked_for_overflows_before_the_step() -> None:
+    for stage in (1, 2, 3):
+        assert run_ranks(check_overflows, 2, stage) == [[False, False, True]] * 2

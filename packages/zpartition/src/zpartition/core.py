@@ -24,6 +24,7 @@ from zpartition.layout.layout import Bucket, Layout
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.layout.policy import ZeroPolicy
 from zpartition.layout.ranks import Ranks
+from zpartition.layout.units import persistent_names
 from zpartition.state.optimizer_state import Holder
 from zpartition.weights.hooks import UnshardHooks
 from zpartition.weights.sharded import ShardedStorage, Storage
@@ -106,6 +107,18 @@ class PartitionState:
         if id(param) in self.unshard_hooks.unit_of:
             return True
         return any(param is other for other in self.owned())
+
+    def shard_group_of(self, param: Parameter) -> ProcessGroup | None:
+        """Return the group of the ranks that shard `param`, or would if it were not whole on each of them."""
+        for storage in (*self.storages, *self.frozen):
+            if any(param is other for other in storage.params):
+                return self.ranks.groups_for(storage.bucket).shard
+        return self.ranks.shard
+
+    def persistent(self) -> list[Parameter]:
+        """Return the parameters that are too small to be sharded; [] below stage 3."""
+        names = persistent_names(self.module, self.policy) if self.policy.shards_weights else frozenset[str]()
+        return [param for name, param in self.module.named_parameters() if name in names]
 
     def has_values(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is in the memory of trained weights that are whole: gathered, or not sharded."""

@@ -150,3 +150,38 @@ def test_gradients_of_one_rank_that_were_edited_before_their_mean_was_taken_are_
             assert "was changed between loss.backward() and the step" in told
             assert "gradient_clipping" in told
     assert _edits_a_plain_gradient(edit) == "taken"  # alone, it is the mean
+
+
+def _held(is_sparse: bool) -> tuple[list[str], int]:
+    """Keep every step's gradients, as plain torch allows; returns what differs, and the buffers of the pool."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(6, 3, sparse=is_sparse), nn.Linear(3, 1))
+    ours = copy.deepcopy(plain)
+    policy = ZeroPolicy(sparse_gradients=zpartition.SparseGradients.ROWS)
+    partition = zpartition.shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), policy=policy)
+    optimizer, wrong, held = torch.optim.SGD(plain.parameters(), lr=0.1), list[str](), list[torch.Tensor]()
+    wanted, num_buffers = list[torch.Tensor](), set[int]()
+    for step in range(4):
+        x = torch.tensor([step, step + 1, 0])
+        with partition.micro_step():
+            ours(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        for (name, own), other in zip(ours.named_parameters(), plain.parameters()):
+            dense = other.grad.to_dense() if other.grad.is_sparse else other.grad
+            wrong += [f"{name} of step {step}"] * (not torch.allclose(own.grad, dense))
+            held.append(own.grad)
+            wanted.append(own.grad.clone())
+        partition.finish_gradients()
+        partition.apply(partition.optimizer.step)
+        partition.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        num_buffers.add(partition.reducer.pool.num_made)
+    wrong += [f"kept gradient {i}" for i, pair in enumerate(zip(held, wanted)) if not torch.equal(*pair)]
+    return wrong, len(num_buffers)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_gradients_that_the_caller_keeps_over_steps_keep_their_values(is_sparse: bool, world_size: int) -> None:
+    assert run_ranks(_held, world_size, is_sparse) == [([], 1)] * world_size

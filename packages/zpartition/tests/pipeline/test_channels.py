@@ -112,3 +112,34 @@ def test_tensor_ranks_send_their_parts_of_what_divides() -> None:
 def test_tensor_ranks_with_different_activations_raise_before_anything_is_sent() -> None:
     with pytest.raises(RankFailed, match=r"the 2 tensor ranks of a pipeline stage hand on different tensors"):
         run_ranks(_in_parts, 4, True, True)
+
+
+def _later_message(dynamic: bool, batches: int, wrong: str) -> None:
+    """Ranks 0 and 1 send two messages in each batch; the last one of rank 1 has another shape, dtype or value."""
+    groups = zcomm.Groups.of(zcomm.Degrees(pipeline=2, tensor=2))
+    tensor, rank = ModelParallelGroup.of(groups.tensor()), torch.distributed.get_rank()
+    channels = Channels(groups.pipeline(), torch.device("cpu"), dynamic)
+    changes = {"shape": torch.zeros(2, 6), "dtype": torch.zeros(4, 6).double(), "value": torch.ones(4, 6)}
+    for batch in range(batches):
+        channels.forget_shapes()
+        for number in range(2):
+            if rank >= 2:
+                assert channels.expect_receive(0, 0, tensor).wait().shape == (4, 6)
+                continue
+            is_last = batch == batches - 1 and (number == 1) is dynamic
+            channels.send(changes[wrong] if is_last and rank == 1 else torch.zeros(4, 6), 1, 0, tensor)
+    channels.flush()
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "batches", "wrong", "told"),
+    [
+        (True, 1, "shape", r"different shapes or dtypes \(rank 0: \[4, 6\] torch.float32; rank 1: \[2, 6\]"),
+        (True, 1, "dtype", r"rank 1: \[4, 6\] torch.float64\), so each of them cannot send a part"),
+        (False, 2, "shape", "hand on tensors of different shapes or dtypes"),
+        (False, 2, "value", r"hand on different tensors of shape \(4, 6\)"),
+    ],
+)
+def test_later_messages_of_tensor_ranks_are_compared_too(dynamic: bool, batches: int, wrong: str, told: str) -> None:
+    with pytest.raises(RankFailed, match=told):
+        run_ranks(_later_message, 4, dynamic, batches, wrong)

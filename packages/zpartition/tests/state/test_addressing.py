@@ -135,6 +135,21 @@ def test_the_optimizer_keeps_its_state_until_the_loaded_one_is_handed_over():
     assert not any(state["momentum_buffer"].any() for state in optimizer.state.values())
 
 
+def test_loaded_state_is_in_the_order_of_the_parameter_groups():
+    def made():
+        model = _model()
+        optimizer = torch.optim.Adam([{"params": [each]} for each in model.parameters()])
+        partition = zpartition.shard(model, optimizer)
+        _train(partition, optimizer, 1)
+        return partition, optimizer
+
+    (partition, optimizer), (saved_partition, saved) = made(), made()
+    _load(partition, optimizer, _saved(saved_partition, saved))
+    wanted = [param for group in optimizer.param_groups for param in group["params"]]
+    assert [id(param) for param in optimizer.state] == [id(param) for param in wanted]
+    assert len(wanted) == 4
+
+
 def test_coded_state_is_decoded_when_it_is_read_and_not_before(coded_momentum):
     partition, optimizer = _trained(coded_momentum)
     shards = dict(zpartition.state_shards(optimizer, partition.holders))

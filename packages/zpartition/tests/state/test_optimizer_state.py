@@ -128,6 +128,21 @@ def test_an_optimizer_that_needs_shapes_is_rejected_where_masters_are_apart():
         zpartition.shard(model, torch.optim.Adafactor(model.parameters()))
 
 
+def test_subclasses_and_other_packages_optimizers_that_need_shapes_are_known():
+    class Scaled(torch.optim.Adafactor):
+        pass
+
+    class Lamb(torch.optim.SGD):
+        pass
+
+    model = _model().to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"Scaled needs whole tensors .* Use zoptim\.Adafactor, which works"):
+        zpartition.shard(model, Scaled(model.parameters()))
+    with pytest.raises(ValueError, match=r"Lamb needs whole tensors .* Use zoptim\.LAMB, which works"):
+        zpartition.shard(model, Lamb(model.parameters(), lr=0.1))
+    assert not is_elementwise(Lamb([nn.Parameter(torch.ones(1))]))
+
+
 def test_an_unknown_optimizer_is_believed_with_a_warning_unless_it_says_itself():
     class Mine(torch.optim.SGD):
         pass

@@ -19,7 +19,12 @@ from typing import Any
 
 from zckpt.errors import CheckpointInputError
 from zckpt.interchange.dcp import export_dcp, import_dcp
-from zckpt.interchange.deepspeed import DeepSpeedCheckpoint, import_deepspeed, read_deepspeed
+from zckpt.interchange.deepspeed import (
+    DeepSpeedCheckpoint,
+    import_deepspeed,
+    read_deepspeed,
+    read_deepspeed_together,
+)
 from zckpt.interchange.engine_state import tied_weights
 from zckpt.interchange.huggingface import export_huggingface
 from zckpt.interchange.opened import ForeignCheckpoint
@@ -42,6 +47,7 @@ __all__ = [
     "import_deepspeed",
     "import_weights",
     "read_deepspeed",
+    "read_deepspeed_together",
     "read_torch_file",
     "read_weights",
     "tied_weights",

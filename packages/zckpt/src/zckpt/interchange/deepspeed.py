@@ -22,7 +22,7 @@ from zckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from zckpt.format.canonical import JSON
 from zckpt.format.shard import Shard
 from zckpt.interchange import deepspeed_experts, deepspeed_pipeline
-from zckpt.interchange.deepspeed_files import DeepSpeedFiles, open_files
+from zckpt.interchange.deepspeed_files import DeepSpeedFiles, VerifyShare, open_files
 from zckpt.interchange.deepspeed_listing import choose_folder
 from zckpt.interchange.deepspeed_run import ClassNames, run_objects
 from zckpt.interchange.deepspeed_tensors import MASTER, ShardingRules, StatePart, place_shards, state_parts
@@ -134,6 +134,17 @@ def read_deepspeed(
     found = open_files(choose_folder(Path(folder), tag))
     rules = ShardingRules(dict(tensor_parallel or {}), dict(tied_layers or {}))
     return DeepSpeedCheckpoint(found, rules, ClassNames(optimizer, scheduler))
+
+
+def read_deepspeed_together(
+    folder: str | os.PathLike[str], tag: str | None, index: int, count: int
+) -> DeepSpeedCheckpoint:
+    """Call `read_deepspeed` in `count` processes of one host; together they verify every byte once.
+
+    index: of this process.  The checkpoint may be used after all of them have returned; if one raises, none may.
+    """
+    found = open_files(choose_folder(Path(folder), tag), VerifyShare(index, count))
+    return DeepSpeedCheckpoint(found, ShardingRules({}, {}), ClassNames("", ""))
 
 
 def import_deepspeed(

@@ -113,16 +113,43 @@ class DeepSpeedFiles:
             each.close()
 
 
-def open_files(folder: Path) -> DeepSpeedFiles:
-    """Open the files by rank.  Raises CheckpointCorrupt if one is missing, damaged, or contradicts its name."""
-    names = list_files(folder)
+@final
+@attrs.define
+class VerifyShare:
+    """Share of one process in verifying the files that several processes open in the same order.
+
+    Each file is verified by the process that has verified the fewest bytes so far.
+    """
+
+    index: int = 0  # of this process
+    count: int = 1
+    nbytes: list[int] = attrs.field(init=False)  # verified so far, by process
+
+    @nbytes.default
+    def _none(self) -> list[int]:
+        return [0] * self.count
+
+    def verify(self, file: TorchFile) -> None:
+        """Compare the checksums of `file`, if it is this process's turn."""
+        turn = self.nbytes.index(min(self.nbytes))
+        self.nbytes[turn] += file.nbytes
+        if turn == self.index:
+            file.verify()
+
+
+def open_files(folder: Path, share: VerifyShare | None = None) -> DeepSpeedFiles:
+    """Open the files by rank.  Raises CheckpointCorrupt if one is missing, damaged, or contradicts its name.
+
+    share: chooses the files whose tensors are verified here; None: all of them.
+    """
+    names, share = list_files(folder), share or VerifyShare()
     opened: list[TorchFile] = []
     with contextlib.ExitStack() as stack:
 
         def read(name: str) -> Any:
             opened.append(open_torch_file(folder / name))
             stack.callback(opened[-1].close)
-            opened[-1].verify()
+            share.verify(opened[-1])
             return opened[-1].value
 
         found = _opened(folder, names, read)

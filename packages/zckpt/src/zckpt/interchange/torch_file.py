@@ -57,6 +57,11 @@ class TorchFile:
     archive: ZipMap
     value: Any
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.archive.mapping)
+
     def verify(self) -> None:
         """Compare the checksum of every member; raises CheckpointCorrupt."""
         self.archive.verify()

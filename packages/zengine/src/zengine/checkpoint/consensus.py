@@ -147,7 +147,7 @@ def found_source(root: str, tag: str | None, peers: GroupPeers) -> Iterator[Sour
     if not all(peers.exchange(_is_deepspeed(root, tag))):
         yield find(root, tag, peers)
         return
-    found = on_every_rank(lambda: _open_deepspeed(root, tag), peers, "nothing was loaded")
+    found = _open_deepspeed(root, tag, peers)
     try:
         tags = peers.exchange(found.tag)
         if len(set(tags)) > 1:
@@ -180,12 +180,19 @@ def _manifests(root: str) -> Iterator[str]:
         yield from (os.path.join(root, name, "manifest.json") for name in os.listdir(root))
 
 
-def _open_deepspeed(root: str, tag: str | None) -> zckpt.interchange.ForeignCheckpoint:
+def _open_deepspeed(root: str, tag: str | None, peers: GroupPeers) -> zckpt.interchange.ForeignCheckpoint:
+    """Open the folder on every rank.  The ranks of a host share the verification of the files; a collective."""
     import zckpt.interchange
 
-    opened = zckpt.interchange.read_deepspeed(root, None if tag is None else str(tag))
+    hosts = peers.exchange(zcomm.this_host())
+    here = [rank for rank, host in enumerate(hosts) if rank == peers.rank or (host and host == hosts[peers.rank])]
+    position = here.index(peers.rank), len(here)
+    chosen = None if tag is None else str(tag)
+    opened = on_every_rank(
+        lambda: zckpt.interchange.read_deepspeed_together(root, chosen, *position), peers, "nothing was loaded"
+    )
     try:
-        return zckpt.interchange.ForeignCheckpoint.of(opened)
+        return on_every_rank(lambda: zckpt.interchange.ForeignCheckpoint.of(opened), peers, "nothing was loaded")
     except BaseException:
         opened.close()
         raise

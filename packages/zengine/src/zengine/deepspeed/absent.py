@@ -61,6 +61,28 @@ ABSENT: dict[str, str] = {
         "it is tied to Megatron's layout. Use runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss, or "
         "zpartition.sequence.chunked_cross_entropy."
     ),
+    **dict.fromkeys(
+        (
+            *("runtime.swap_tensor.async_swapper.AsyncTensorSwapper",),
+            *("runtime.swap_tensor.optimizer_utils.OptimizerSwapper",),
+            *("runtime.swap_tensor.partitioned_optimizer_swapper.PartitionedOptimizerSwapper",),
+            *("runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper",),
+            *("runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper",),
+        ),
+        "engines move states and weights to files by themselves (zpartition.disk). Write offload_optimizer or "
+        'offload_param with "device": "nvme"; for files of your own use AsyncIOBuilder().load().aio_handle.',
+    ),
+    **dict.fromkeys(
+        (
+            *("utils.tensor_fragment.tensor_fragment", "utils.tensor_fragment.fragment_address"),
+            *("utils.tensor_fragment.get_hp_fragment_mapping", "utils.tensor_fragment.map_to_flat_opt_states"),
+            "utils.mixed_precision_linkage.link_hp_params",
+            "utils.mixed_precision_linkage.lazy_init_hp_params_optimizer_state",
+        ),
+        "parameters have no _hp_mapping to their masters and states; a partition addresses those. Use "
+        "utils.safe_get_local_fp32_param and safe_get_local_optimizer_state for this rank's elements, "
+        "safe_get_full_* for all; load_checkpoint reads universal folders by itself.",
+    ),
     "zero.MiCS_Init": "it was removed from DeepSpeed. Use zero.Init, and zero_optimization.shard_group_size.",
 }
 

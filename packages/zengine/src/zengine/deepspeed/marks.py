@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -103,6 +104,11 @@ class _Mark:
     opened: _GatherCall | None = None  # the all_gather call that holds it
     sub_modules: set[int] = attrs.field(factory=set)  # third-party code clears it; nothing reads it
 
+    def owner(self) -> zpartition.Partition | None:
+        """Return the partition of the engine that marked the parameter; None before `initialize`."""
+        found: zpartition.Partition | None = None if self.partition is None else self.partition()
+        return found
+
 
 _marks: dict[int, tuple[weakref.ref[Parameter], _Mark]] = {}  # by identity of the parameter
 _numbers = itertools.count()
@@ -125,7 +131,7 @@ class Marked:
         """Status: AVAILABLE while it is gathered."""
         known = _mark_of(self)
         is_held = known.num_holders > 0 or zpartition.is_gathered(_param(self))
-        partition = None if known.partition is None or is_held else known.partition()
+        partition = None if is_held else known.owner()
         if partition is not None and id(self) not in partition.unshard_hooks.unit_of:  # it stays whole
             is_held = _is_in_running_module(_param(self))
         return ZeroParamStatus.AVAILABLE if is_held else ZeroParamStatus.NOT_AVAILABLE
@@ -168,9 +174,10 @@ class Marked:
 
     @property
     def ds_process_group(self) -> Any:
-        """Group of the ranks that shard it."""
-        _mark_of(self)
-        return groups.get_data_parallel_group()
+        """Group of the ranks that shard it; before `initialize`, that of the replicas."""
+        owner = _mark_of(self).owner()
+        found = groups.get_data_parallel_group() if owner is None else owner.shard_group_of(_param(self))
+        return dist.group.WORLD if found is None and dist.is_initialized() else found
 
     @property
     def ds_active_sub_modules(self) -> set[int]:
@@ -381,12 +388,10 @@ class ZeroMarks(Feature):
             unmark(params)  # from zero.Init
             self._undo: Any = _do_nothing
             return
-        left_numel = run.plan.zero.persist_total_numel
         for param in params:
-            found = mark(param)
-            found.partition = weakref.ref(run.parts.partition)
-            found.persists = param.numel() < run.plan.zero.persist_numel and param.numel() <= left_numel
-            left_numel -= param.numel() if found.persists else 0
+            mark(param).partition = weakref.ref(run.parts.partition)
+        for param in run.parts.partition.persistent():
+            mark(param).persists = True
         for module in get_z3_leaf_modules(run.module):
             for param in module.parameters():
                 mark(param).leaf = weakref.ref(module)
@@ -516,7 +521,7 @@ def _forget(key: int, _: object) -> None:
 
 
 def _local_shard(param: Parameter, known: _Mark) -> Tensor:
-    partition: zpartition.Partition | None = None if known.partition is None else known.partition()
+    partition = known.owner()
     if partition is None:
         numel = -(-param.numel() // zcomm.group_size(groups.get_data_parallel_group()))
         return torch.empty(numel, dtype=param.dtype, device="meta")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from zcomm.testing import run_ranks
 from zengine import deepspeed
 from zengine.deepspeed import utils
+from zengine.deepspeed.absent import NotAvailable
 
 
 def check_stage(stage: int) -> bool:
@@ -31,7 +33,13 @@ def check_stage(stage: int) -> bool:
     assert bool((local == 1).all())
     utils.safe_set_local_optimizer_state(net.weight, local * 3, optim_state_key="exp_avg")
     assert torch.equal(utils.safe_get_full_optimizer_state(net.weight, "exp_avg"), torch.full((2, 3), 3.0))
-    utils.safe_set_full_fp32_param(net.weight, torch.full((2, 3), 5.0))
+    utils.set_full_hp_param(net.weight, torch.full((2, 3), 4.0), "exp_avg")
+    assert torch.equal(utils.get_full_hp_param(net.weight, "exp_avg"), torch.full((2, 3), 4.0))
+    utils.set_full_hp_param(net.weight, torch.full((2, 3), 5.0))
+    assert torch.equal(utils.get_full_hp_param(net.weight), torch.full((2, 3), 5.0))
+    assert not hasattr(net.weight, "_hp_mapping")
+    with pytest.raises(NotAvailable, match="safe_get_local_fp32_param"):
+        utils.link_hp_params([net.weight])
     return bool((utils.safe_get_full_fp32_param(net.weight) == 5).all())
 
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from zpartition.layout.layout import Bucket, Piece, Slot
 from zpartition.layout.policy import ZeroPolicy
-from zpartition.state.optimizer_state import SHAPED
+from zpartition.state.optimizer_state import shaped_class
 
 __all__ = ["StateSizes"]
 
@@ -75,7 +75,7 @@ class StateSizes:
         """True if the optimizer accepts flat spans."""
         assert self.make is not None
         optimizer = self.make([Parameter(torch.zeros(1, 1))])
-        return bool(getattr(optimizer, "elementwise", type(optimizer).__name__ not in SHAPED))
+        return bool(getattr(optimizer, "elementwise", not shaped_class(optimizer)))
 
     def is_cut(self, bucket: Bucket) -> bool:
         """True if the optimizer gets spans and not whole parameters."""

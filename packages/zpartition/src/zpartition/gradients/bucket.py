@@ -14,6 +14,7 @@ with the device, so it is off until a NaN was seen, and off again some finite st
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from typing import final
 
@@ -30,6 +31,7 @@ from zpartition.memory.buffers import BufferPool
 from zpartition.memory.mover import Mover
 
 PROBED_STEPS = 100  # that the probe inspects after a non-finite one
+_UNHELD = max(map(sys.getrefcount, [object()]))  # references to an element of a list, as counted while mapping
 
 
 class BucketPhase(enum.Enum):
@@ -214,7 +216,7 @@ class BucketGradient:
 
     def _hidden_reason(self) -> str:
         """Return the reason why `.grad` cannot show the reduced gradient; "" if it can."""
-        if self.rows is not None:
+        if self.rows is not None and (self.kept is None or self.filled or self.kept.numel() != self.bucket.numel):
             return "stored as sparse rows"
         if self.mover is not None:
             return "on the host"
@@ -308,6 +310,9 @@ class BucketGradient:
     def reset(self) -> None:
         """Drop every gradient, reduced or not; buffers return to the pool."""
         self.speculative_step.rollback(self.bucket.index)
+        for shown in (self.local, self.kept):
+            if shown is not None:
+                self._leave_held_views(shown)
         for buffer in (self.local, self.borrowed):
             if buffer is not None:
                 self.pool.release(buffer)
@@ -319,6 +324,17 @@ class BucketGradient:
         self.plain.clear()
         self.phase = BucketPhase.IDLE
         self.detach_grads()
+
+    def _leave_held_views(self, buffer: torch.Tensor) -> None:
+        """Give gradients in `buffer` that user code still refers to (`g = param.grad`) memory of their own."""
+        views = self._views.get(buffer.data_ptr(), [])
+        counts = list(map(sys.getrefcount, views))
+        if not views or max(counts) == _UNHELD:
+            return
+        for index, (slot, count) in enumerate(zip(self.bucket.slots, counts)):
+            if count > _UNHELD:
+                views[index].data = views[index].clone()
+                views[index] = buffer[slot.offset : slot.end].view(slot.shape)
 
     def forget_views(self) -> None:
         """Drop cached views of buffers that are not in use, which may be freed."""

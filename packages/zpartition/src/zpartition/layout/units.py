@@ -28,7 +28,7 @@ from zpartition.layout.layout import mean_numel
 from zpartition.layout.model_parallel import addresses_of, expert_shards_of
 from zpartition.layout.policy import ZeroPolicy
 
-__all__ = ["encloses", "matches", "nested_numel", "plan_units"]
+__all__ = ["encloses", "matches", "nested_numel", "persistent_names", "plan_units"]
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _DATA_DEPENDENT = "experts"  # the name of a child that makes its parent a leaf
@@ -46,7 +46,7 @@ def plan_units(module: nn.Module, policy: ZeroPolicy) -> dict[str, str | None]:
     limit = policy.unit_numel or derive_unit_numel(sum(param.numel() for param in params.values()))
     unit_of = _units_of_modules(module, limit, policy.leaves)
     holders = _holders(module)
-    persistent = _persistent(_mean_numels(module), policy)
+    persistent = persistent_names(module, policy)
     return {
         name: None if name in persistent else _common(unit_of, {unit_of[path] for path in holders[id(param)]})
         for name, param in params.items()
@@ -155,10 +155,10 @@ def _mean_numels(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _persistent(numels: Mapping[str, int], policy: ZeroPolicy) -> frozenset[str]:
+def persistent_names(module: nn.Module, policy: ZeroPolicy) -> frozenset[str]:
     """Return the parameters that are not sharded: small ones, in order, while their sum allows it."""
     chosen, total = set(), 0
-    for name, numel in numels.items():
+    for name, numel in _mean_numels(module).items():
         if numel < policy.persist_numel and total + numel <= policy.persist_total_numel:
             chosen.add(name)
             total += numel

@@ -13,7 +13,8 @@ without that raises on the sending rank.
 
 Tensor ranks have equal activations.  With their group (`mp_group`) each of them sends its part of a floating tensor
 to the same tensor rank of the next stage, and these gather the parts: links between stages carry every byte once,
-not once for each tensor rank.  The first message of an edge is compared over the tensor ranks.
+not once for each tensor rank.  These ranks compare the first message of every edge of a batch, and the shapes of each
+message whose shapes are sent: unequal ones raise on all of them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Channels:
         factory=dict
     )  # (direction, peer, edge) -> last shapes
     in_flight: list[tuple[Any, Tensor]] = attrs.field(factory=list)
-    compared: set[tuple[int, int]] = attrs.field(factory=set)  # (peer, edge) whose parts tensor ranks have compared
+    compared: set[tuple[int, int]] = attrs.field(
+        factory=set
+    )  # (peer, edge) whose parts tensor ranks have compared in this batch
 
     def send(self, message: Message, to: int, edge: int, mp_group: ModelParallelGroup | None = None) -> None:
         """Send to rank `to` of the group; `edge` numbers the connection, equal on both sides.
@@ -68,7 +71,10 @@ class Channels:
         meta = _make_meta(parts)
         before = self.known.get(("to", to, edge))
         if before is None or self.dynamic:
-            self._post(_encode(is_tuple, meta), to)
+            header = _encode(is_tuple, meta).to(self.device)
+            if mp_group is not None and mp_group.size > 1:
+                _check_equal_shapes(header, mp_group)
+            self._post(header, to)
             self.known["to", to, edge] = (is_tuple, meta)
         elif before != (is_tuple, meta):
             raise ValueError(
@@ -135,6 +141,7 @@ class Channels:
     def forget_shapes(self) -> None:
         """Allow other shapes in the next batch.  All ranks of the pipeline call it."""
         self.known.clear()
+        self.compared.clear()
 
 
 @final
@@ -211,6 +218,23 @@ class PendingReceive:
 def _is_cut(tensor: Tensor, mp_group: ModelParallelGroup) -> bool:
     """Return whether the ranks of `mp_group` send parts of `tensor`, by its dtype and size."""
     return mp_group.size > 1 and tensor.is_floating_point() and tensor.numel() % mp_group.size == 0
+
+
+def _check_equal_shapes(header: Tensor, mp_group: ModelParallelGroup) -> None:
+    """Raise ValueError on every tensor rank if their messages differ in shapes or dtypes.  Collective.
+
+    header: (_HEADER,) int64 of this rank's message.
+    """
+    headers = header.new_empty(mp_group.size, _HEADER)
+    zcomm.all_gather(headers.view(-1), header, mp_group.group, label="shapes of messages between stages, compared")
+    found = [_decode(row) for row in headers.tolist()]
+    if any(each != found[0] for each in found):
+        texts = "; ".join(f"rank {rank}: {_describe_meta(meta)}" for rank, (_, meta) in enumerate(found))
+        raise ValueError(
+            f"the {mp_group.size} tensor ranks of a pipeline stage hand on tensors of different shapes or dtypes "
+            f"({texts}), so each of them cannot send a part. Give the tensor ranks of a replica the same batches, or "
+            "set pipeline.pipe_partitioned and grad_partitioned to false."
+        )
 
 
 def _check_equal(data: Tensor, mp_group: ModelParallelGroup) -> None:

@@ -89,8 +89,11 @@ class StagedState:
                 check(holder.tensor, state)
 
     def hand_over(self) -> None:
-        """Replace the optimizer's state by the loaded one.  Once."""
+        """Replace the optimizer's state by the loaded one, in the order of its parameter groups.  Once."""
         self.optimizer.state.clear()
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        place_of = {id(param): place for place, param in enumerate(params)}
+        self.held.sort(key=lambda each: place_of.get(id(each[0].tensor), len(place_of)))
         for holder in self.bare:
             holder.clear(self.optimizer)
         while self.held:

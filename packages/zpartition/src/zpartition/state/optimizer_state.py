@@ -35,7 +35,13 @@ from zpartition.state.shape_aware import accepts_cuts, check_cuts, new_state, se
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
 )  # of torch.optim: each element's update reads that element's gradient and state only
-SHAPED = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})  # of torch.optim: need whole tensors
+SHAPED = frozenset(
+    {
+        *("Adafactor", "Muon", "LBFGS", "SparseAdam"),  # of torch.optim and Transformers
+        *("LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "Shampoo", "SOAP", "CAME"),  # of other packages
+        *("GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor", "APOLLOAdamW", "AdaLomo", "Adalomo"),
+    }
+)  # classes that need whole tensors; their subclasses do, too
 
 
 class StatePlacement(Protocol):
@@ -113,7 +119,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     declared = getattr(optimizer, "elementwise", None)
     if declared is not None:
         return bool(declared)
-    if kind.__name__ in SHAPED:
+    if shaped_class(optimizer):
         return False
     if kind.__module__.startswith("torch.optim"):
         return True
@@ -126,6 +132,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
             stacklevel=3,
         )
     return True
+
+
+def shaped_class(optimizer: torch.optim.Optimizer) -> str:
+    """Return the first class of `optimizer` that is known to look at shapes; "" if there is none."""
+    return next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in SHAPED), "")
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -181,10 +192,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             "module's parameters, but this policy updates flat shards or separate masters. Use one optimizer with "
             "several parameter groups, or stage 0 with fp32 parameters."
         )
-    if getattr(optimizer, "elementwise", kind not in SHAPED) is False:
-        ours = (
-            f"zoptim.{kind}, which works on shards" if kind in ("Adafactor", "Muon") else "zoptim.Muon or Adafactor"
-        )
+    base = shaped_class(optimizer)
+    if getattr(optimizer, "elementwise", not base) is False:
+        same = {"Adafactor": "Adafactor", "Muon": "Muon"}.get(base, "LAMB" if base.upper().endswith("LAMB") else "")
+        ours = f"zoptim.{same}, which works on shards" if same else "zoptim.Muon or Adafactor"
         raise ValueError(
             f"{kind} needs whole tensors of full precision, but this policy cuts them into flat shards or keeps "
             f"separate masters. Use {ours}; an elementwise optimizer (AdamW, SGD, ...); or stage 0 with fp32 "

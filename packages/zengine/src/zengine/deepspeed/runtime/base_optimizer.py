@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import zcomm
 from zengine.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from zpartition import safe_get_full_fp32_param, safe_get_local_grad
 
@@ -264,6 +265,26 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             if parts:
                 found[index] = parts
         return found
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Return True if a reduced gradient is not finite on some rank; False without gradients.  All ranks call.
+
+        partition_gradients: ignored; a gradient that is not reduced yet does not count.
+        """
+        partition = self.engine_facts.partition
+        kept = [gradient.kept for gradient in partition.reducer.gradients if gradient.kept is not None]
+        flag = torch.zeros(1, device=partition.device)
+        if not all(bool(torch.isfinite(each).all()) for each in kept):
+            flag.fill_(1.0)
+        zcomm.all_reduce(flag, partition.group, op="max", label="overflow")
+        for others in (partition.mp_group, partition.pipeline_stages):
+            if others.size > 1:
+                zcomm.all_reduce(flag, others.group, op="max", label="overflow")
+        return bool(flag.item())
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """Set `overflow` to `has_overflow()`; the next boundary sets it again.  All ranks call."""
+        self.engine_facts.overflow = self.has_overflow(partition_gradients)
 
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Empty the parameter groups, until the function below is called."""

@@ -24,10 +24,16 @@ from zengine.deepspeed.utils.logging import (
     set_log_level,
     set_log_level_from_string,
 )
+from zengine.deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state, link_hp_params
 from zengine.deepspeed.utils.module_utils import recursive_getattr, recursive_setattr
 from zengine.deepspeed.utils.numa import get_numactl_cmd
 from zengine.deepspeed.utils.nvtx import instrument_w_nvtx
 from zengine.deepspeed.utils.tensor_fragment import (
+    fragment_address,
+    get_full_hp_grad,
+    get_full_hp_param,
+    get_hp_fragment_mapping,
+    map_to_flat_opt_states,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -41,20 +47,29 @@ from zengine.deepspeed.utils.tensor_fragment import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
+    set_full_hp_grad,
+    set_full_hp_param,
 )
 
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "fragment_address",
     "get_caller_func",
+    "get_full_hp_grad",
+    "get_full_hp_param",
+    "get_hp_fragment_mapping",
     "get_numactl_cmd",
     "get_z3_leaf_modules",
     "groups",
     "instrument_w_nvtx",
     "is_initialized",
+    "lazy_init_hp_params_optimizer_state",
+    "link_hp_params",
     "log_dist",
     "log_dist_once",
     "logger",
+    "map_to_flat_opt_states",
     "recursive_getattr",
     "recursive_setattr",
     "safe_get_full_fp32_param",
@@ -70,6 +85,8 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_full_hp_grad",
+    "set_full_hp_param",
     "set_log_level",
     "set_log_level_from_string",
     "set_z3_leaf_module",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import zpartition
+from zengine.deepspeed.absent import absent
 from zpartition import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
@@ -20,6 +21,11 @@ from zpartition import (
 )
 
 __all__ = [
+    "fragment_address",
+    "get_full_hp_grad",
+    "get_full_hp_param",
+    "get_hp_fragment_mapping",
+    "map_to_flat_opt_states",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -33,7 +39,15 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_full_hp_grad",
+    "set_full_hp_param",
+    "tensor_fragment",
 ]
+
+fragment_address = absent("utils.tensor_fragment.fragment_address")
+get_hp_fragment_mapping = absent("utils.tensor_fragment.get_hp_fragment_mapping")
+map_to_flat_opt_states = absent("utils.tensor_fragment.map_to_flat_opt_states")
+tensor_fragment = absent("utils.tensor_fragment.tensor_fragment")
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
@@ -85,3 +99,22 @@ def safe_update_full_grad_vectorized(
         if gradient is not None:
             with torch.no_grad():
                 safe_set_full_grad(param, update_func(gradient, param))
+
+
+def get_full_hp_param(self: Parameter, optim_state_key: str | None = None) -> Tensor | None:
+    """Return the whole master, or the whole optimizer state of a key; collective."""
+    if optim_state_key is None:
+        return safe_get_full_fp32_param(self)
+    return safe_get_full_optimizer_state(self, optim_state_key)
+
+
+def set_full_hp_param(self: Parameter, value: Tensor, optim_state_key: str | None = None) -> None:
+    """Set the master, or the optimizer state of a key, from a whole `value`, equal on all ranks."""
+    if optim_state_key is None:
+        safe_set_full_fp32_param(self, value)
+    else:
+        safe_set_full_optimizer_state(self, value, optim_state_key)
+
+
+get_full_hp_grad = safe_get_full_grad
+set_full_hp_grad = safe_set_full_grad
