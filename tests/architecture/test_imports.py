@@ -183,7 +183,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"suspend_init"},
     },
     # from degrees, a mesh, an mpu or a split model to groups
-    "build/groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"model_parallel_group_of", "replicas_of"}},
+    "build/groups.py": {
+        "zcomm": {"Groups", "group_size", "mpu_getter", "MPU_NAMES"},
+        "zpartition": {"model_parallel_group_of", "replicas_of"},
+    },
+    # names of an mpu's getters
+    "deepspeed/inference/splitting.py": {"zcomm": {"mpu_getter"}},
+    "deepspeed/utils/bwc.py": {"zcomm": {"mpu_getter"}},
     # a model split by other code: its marks, and copies compared over the tensor ranks
     "build/mpu.py": {
         "zcomm": {"all_gather_object", "detect", "Groups"},

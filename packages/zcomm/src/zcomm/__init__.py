@@ -30,7 +30,7 @@ from zcomm.collectives.verbs import (
     group_size,
     reduce_scatter,
 )
-from zcomm.groups.axes import Degrees, Groups
+from zcomm.groups.axes import MPU_NAMES, Degrees, Groups, mpu_getter
 from zcomm.groups.duplicates import consecutive_group, duplicate_group, duplicate_host_group, strided_group
 from zcomm.groups.launch import Launch, detect
 from zcomm.groups.mesh import axis_group, axis_rank, axis_size, make_mesh
@@ -46,6 +46,7 @@ __version__ = "0.3.0"
 
 __all__ = [
     "DONE",
+    "MPU_NAMES",
     "BlockCode",
     "CollectiveFailed",
     "Degrees",
@@ -85,6 +86,7 @@ __all__ = [
     "group_size",
     "init",
     "make_mesh",
+    "mpu_getter",
     "reduce_scatter",
     "reduce_scatter_quantized",
     "return_ragged_rows",

@@ -204,7 +204,7 @@ def test_problems_of_a_file_are_told_with_their_lines_when_leaf_modules_were_nam
 
 
 def test_parallelism_that_is_not_there_is_refused_by_name():
-    with pytest.raises(ValueError, match="sequence=2"):
+    with pytest.raises(ValueError, match="sequence_parallel=2 does not hold"):
         deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(1, 2))
     with pytest.raises(ValueError, match=r"mesh_param=\(3, 1\): 3 replicas do not divide 1 ranks"):
         deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(3, 1))

@@ -30,13 +30,17 @@ from zcomm.collectives.objects import all_gather_object
 from zcomm.groups.mesh import resolve_sizes
 from zcomm.shared import registry
 
-__all__ = ["Degrees", "Groups", "ModelParallelUnit"]
+__all__ = ["MPU_NAMES", "Degrees", "Groups", "ModelParallelUnit", "mpu_getter"]
 
 _AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
 _DATA, _GRADIENT = ("replicate", "shard"), ("replicate", "shard", "sequence")
-_TENSOR_GETTERS = (  # of an mpu, the first one that exists; in Megatron-Core the last one has pipeline ranks, too
-    *("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"),
-)
+MPU_NAMES = {  # axis -> its names in getters of an mpu, the first that exists counts
+    # in Megatron-Core `model_parallel` has pipeline ranks, too
+    "tensor": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
+    "pipeline": ("pipeline_model_parallel", "pipe_parallel"),
+    "sequence": ("sequence_parallel", "context_parallel"),
+    "expert": ("expert_model_parallel",),
+}
 _ALIASES = {  # common names of the axes
     **dict.fromkeys(("pp", "pipe", "pipeline_parallel"), "pipeline"),
     "dp_replicate": "replicate",
@@ -72,9 +76,18 @@ class Degrees:
 
 
 class ModelParallelUnit(Protocol):
-    """The required part of Megatron's `mpu`, besides one of `_TENSOR_GETTERS`."""
+    """The required part of Megatron's `mpu`, besides a getter of tensor groups."""
 
     def get_data_parallel_group(self) -> ProcessGroup: ...
+
+
+def mpu_getter(mpu: object, axis: str, what: str) -> str:
+    """Return the name of an mpu's getter of the "group", "world_size" or "rank" along `axis`; "" if it has none.
+
+    axis: a key of MPU_NAMES.
+    """
+    getters = (f"get_{name}_{what}" for name in MPU_NAMES[axis])
+    return next((getter for getter in getters if hasattr(mpu, getter)), "")
 
 
 @final
@@ -127,7 +140,7 @@ class Groups:
 
         Raises ValueError if its groups are not the rows and columns of a table of all ranks.
         """
-        getter = next(name for name in _TENSOR_GETTERS if hasattr(mpu, name))
+        getter = mpu_getter(mpu, "tensor", "group")
         tensor, data = getattr(mpu, getter)(), mpu.get_data_parallel_group()
         rows: list[list[int]] = all_gather_object(dist.get_process_group_ranks(tensor))
         table = sorted({tuple(row) for row in rows})

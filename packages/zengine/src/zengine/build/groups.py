@@ -27,14 +27,7 @@ __all__ = ["ProcessLayout", "process_layout"]
 
 _AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
 _SIZES = {  # getters of an mpu -> axis
-    "get_tensor_model_parallel_world_size": "tensor",
-    "get_slice_parallel_world_size": "tensor",
-    "get_model_parallel_world_size": "tensor",
-    "get_pipeline_model_parallel_world_size": "pipeline",
-    "get_pipe_parallel_world_size": "pipeline",
-    "get_sequence_parallel_world_size": "sequence",
-    "get_context_parallel_world_size": "sequence",
-    "get_expert_model_parallel_world_size": "expert",
+    f"get_{name}_world_size": axis for axis, names in zcomm.MPU_NAMES.items() for name in names
 }
 _REMEDIES = {
     "tensor": "Give it get_tensor_model_parallel_group() or get_model_parallel_group().",
@@ -118,8 +111,7 @@ def _mpu_groups(mpu: Any) -> zcomm.Groups:
     if isinstance(mpu, zcomm.Groups):
         return mpu
     sizes = {name: getattr(mpu, name)() for name in _SIZES if hasattr(mpu, name)}
-    getters = [name for name, axis in _SIZES.items() if axis == "tensor"]
-    has_tensor = any(hasattr(mpu, name.replace("_world_size", "_group")) for name in getters)
+    has_tensor = bool(zcomm.mpu_getter(mpu, "tensor", "group"))
     for name, size in sizes.items():
         axis = _SIZES[name]
         if size > 1 and not (has_tensor and axis == "tensor"):

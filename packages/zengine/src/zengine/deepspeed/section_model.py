@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zengine.config import ConfigError, Problem
-from zengine.config.grammar.table import Key, Section, Support
+from zengine.config.grammar.table import Key, Row, Section, Support
 from zengine.config.reading.structure import read_section
 
-__all__ = ["SectionModel"]
+__all__ = ["SectionModel", "invalid"]
 
 
 class SectionModel:
@@ -46,11 +46,10 @@ class SectionModel:
         self._refuse_both_names(given)
         reading = read_section(self.rows, {name: self._plain(name, given[name]) for name in given}, self.title)
         if reading.problems:
-            raise _invalid(type(self).__name__, reading.problems)
-        vars(self).update(
-            {self._field(name): self._value(name, reading.members, reading.settings) for name in self._names()}
-        )
+            raise invalid(type(self).__name__, reading.problems)
+        vars(self).update({self._field(name): self._value(name, reading.members) for name in self._names()})
         self.model_fields_set = {self._field(name) for name in reading.members}
+        self.model_notices = reading.notices
 
     @classmethod
     def _names(cls) -> list[str]:
@@ -64,7 +63,7 @@ class SectionModel:
             value = self.models[name](**value)
         return value.given() if isinstance(value, SectionModel) else value
 
-    def _value(self, name: str, members: Mapping[str, Any], settings: Any) -> Any:
+    def _value(self, name: str, members: Mapping[str, Any]) -> Any:
         """Return the value of one key; `members` are the given ones."""
         row, given = self.rows.keys[name], members.get(name)
         if isinstance(row, Section):
@@ -74,7 +73,7 @@ class SectionModel:
             return made(**given)
         if given is None:
             return self.defaults.get(name, row.default if row.support is Support.HONOURED else _matching(row))
-        return getattr(settings, name) if row.support is Support.HONOURED else row.kind.read(given)
+        return row.kind.read(given)
 
     def _refuse_both_names(self, given: Mapping[str, Any]) -> None:
         for name in given:
@@ -124,14 +123,20 @@ class SectionModel:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.model_dump().items())})"
+        values = {self._field(name): (self.rows.keys[name], vars(self)[self._field(name)]) for name in self._names()}
+        shown = {name: "(hidden)" if _is_secret(row) and value else value for name, (row, value) in values.items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _is_secret(row: Row) -> bool:
+    return isinstance(row, Key) and row.is_secret
 
 
 def _matching(row: Key) -> Any:
     return row.matching[0] if row.matching else None
 
 
-def _invalid(title: str, problems: Iterable[Problem]) -> ValueError:
+def invalid(title: str, problems: Iterable[Problem]) -> ValueError:
     """Return the error for wrong arguments; pydantic's, if the caller may catch that."""
     core = sys.modules.get("pydantic_core")
     if core is None:

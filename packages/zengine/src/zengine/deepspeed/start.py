@@ -18,7 +18,6 @@ import attrs
 import torch
 from torch import nn
 
-import zcomm
 import zoptim
 import zpartition
 from zengine.as_deepspeed import API_VERSION
@@ -26,7 +25,8 @@ from zengine.checkpoint.recovery_script import is_url, write_recovery_script
 from zengine.config import load
 from zengine.config.grammar.source import read
 from zengine.config.plan.resolve import BATCH_KEYS
-from zengine.deepspeed.comm import get_world_size, init_distributed
+from zengine.deepspeed.comm import get_world_size, init_distributed, initialize_mesh_device, is_initialized
+from zengine.deepspeed.comm.discovery import discover_ranks
 from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.returned_optimizer import ReturnedOptimizer
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -95,6 +95,8 @@ def initialize(
     )
     load(given)  # a wrong config closes no other engine
     _hand_over(model)
+    if not is_initialized():
+        discover_ranks(distributed_port)
     found = make_engine(
         model=model,
         optimizer=optimizer,
@@ -108,7 +110,7 @@ def initialize(
         config=given,
         mesh=mesh,
     )
-    groups.mpu = mpu
+    groups.mpu, groups.mesh_device = mpu, mesh
     groups.use(found[0])
     _attach(found[0], ReturnedOptimizer(is_clients=optimizer is not None, mpu=mpu))
     return found
@@ -151,7 +153,7 @@ def _add_names(engine: DeepSpeedEngine, returned: ReturnedOptimizer) -> None:
         init_autocast_params(engine, engine.plan.zero.narrow_dtype, engine.plan.zero.narrow_classes)
     _engines[next(_numbers)] = engine
     if isinstance(engine, PipelineEngine):
-        made = PipelineGrid(engine.num_stages, engine.plan.parallel.degrees.tensor)
+        made = PipelineGrid(engine.module, engine.num_stages, engine.plan.parallel.degrees.tensor)
         engine.grid = made.grid
         engine.add_feature(made)
     checkpointing.adopt_settings(engine.plan.activations, engine.parts.partition.mp_group)
@@ -218,7 +220,7 @@ def _check_tested(optimizer: object, data: object) -> None:
 
 
 def _resolve_mesh(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:
-    """Return (mpu, mesh); a tuple of sizes becomes an mpu."""
+    """Return (mpu, mesh); a tuple of sizes becomes a mesh."""
     if not isinstance(mesh_param, (tuple, list)):
         return mpu, mesh_param
     data, sequence = (*mesh_param, 1)[:2]
@@ -230,8 +232,7 @@ def _resolve_mesh(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:
         return mpu, None
     if mpu is not None:
         raise ValueError("initialize() got both mpu= and mesh_param=; pass one of them")
-    init_distributed()
-    return zcomm.Groups.of(zcomm.Degrees(shard=data, sequence=sequence)), None
+    return None, initialize_mesh_device((data, sequence), ("data_parallel", "sequence_parallel"))
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

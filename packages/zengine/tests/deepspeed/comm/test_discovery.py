@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import pytest
 import torch
 
 import zengine.deepspeed.comm as dist
-from zengine.deepspeed.comm import comm, pg_utils
+from zengine.deepspeed.comm import comm, pg_utils, world
+from zengine.deepspeed.comm.discovery import discover_ranks
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -40,6 +42,51 @@ def test_an_mpi_job_by_its_launcher_s_variables(environ: dict[str, str]) -> None
     open_mpi(environ)
     dist.mpi_discovery(distributed_port=1234, verbose=False)
     assert written(environ) == ["3", "3", "4", "127.0.0.1", "1234"]
+
+
+def test_init_distributed_writes_the_ranks_of_an_mpi_job(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Mapping[str, str]] = []
+    monkeypatch.setattr(world.zcomm, "init", lambda environ, **_: seen.append(environ))
+    open_mpi(environ)
+    dist.init_distributed(auto_mpi_discovery=False)
+    assert written(environ) == [None] * 5
+    dist.init_distributed("gloo", distributed_port=1234)
+    assert written(environ) == written(dict(seen[-1])) == ["3", "3", "4", "127.0.0.1", "1234"]
+    environ.update(RANK="0", WORLD_SIZE="1")
+    dist.init_distributed()  # a launcher that sets RANK counts
+    assert written(environ)[:3] == ["0", "3", "1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_PORT": "77"}, ["1", "1", "2", "127.0.0.1", "77"]),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n[7-8]"}, ["1", "0"]),
+        ({"RANK": "5", "PMI_RANK": "1", "PMI_SIZE": "2"}, ["5", None]),
+        ({"AZUREML_EXPERIMENT_ID": "1"}, [None]),
+    ],
+)
+def test_other_launchers_than_torch_s(
+    environ: dict[str, str], given: dict[str, str], expected: list[str | None]
+) -> None:
+    environ.update(given)
+    discover_ranks(verbose=False)
+    assert written(environ)[: len(expected)] == expected
+
+
+def test_clouds_are_asked_first_and_several_hosts_need_an_address(environ: dict[str, str]) -> None:
+    open_mpi(environ, hosts=2)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is missing .* mpirun -x MASTER_ADDR"):
+        discover_ranks()
+    environ["SM_TRAINING_ENV"] = "1"
+    discover_ranks()
+    assert written(environ) == ["3", "1", "4", None, None]
+    del environ["RANK"]
+    environ.update(AZUREML_EXPERIMENT_ID="1", AZ_BATCH_MASTER_NODE="first:77")
+    discover_ranks()
+    assert written(environ) == ["3", "1", "4", "first", "6105"]
 
 
 def test_azure_and_sage_maker(environ: dict[str, str]) -> None:

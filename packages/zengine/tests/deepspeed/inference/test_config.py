@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import attrs
 import pytest
 import torch
 from torch import nn
 
-from zengine.config import ConfigError
-from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, default_inference_config, merge_config
+from zengine.deepspeed.inference.config import (
+    DeepSpeedInferenceConfig,
+    DtypeEnum,
+    default_inference_config,
+    merge_config,
+)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("fp16", torch.float16), ("bfloat16", torch.bfloat16), (torch.float32, torch.float32), ("torch.half", None)],
+    [("fp16", torch.float16), ("bfloat", torch.bfloat16), (torch.float32, torch.float32), ("torch.half", None)],
 )
 def test_a_dtype_is_named_or_given(name, dtype):
     if dtype is None:
-        with pytest.raises(ConfigError, match=r'dtype = "torch\.half": must be float32, float16 or bfloat16'):
+        with pytest.raises(ValueError, match=r'dtype = "torch\.half": must be float32, float16 or bfloat16'):
             DeepSpeedInferenceConfig.of({"dtype": name})
     else:
         assert DeepSpeedInferenceConfig.of({"dtype": name}).dtype == dtype
@@ -33,52 +36,74 @@ def test_sections_that_are_off_are_accepted(section: dict[str, dict[str, int]]):
 
 def test_keys_about_kernels_are_told_to_have_no_effect():
     made = DeepSpeedInferenceConfig.of({"replace_with_kernel_inject": True, "injection_policy": {}, "mp_size": 1})
-    assert made.notices == (
-        "init_inference: injection_policy, replace_with_kernel_inject: no effect here; torch's kernels run",
-    )
+    renamed, *idle = made.notices
+    assert 'mp_size" is an old name: read as "init_inference.tensor_parallel.tp_size"' in renamed
+    assert [line.partition("init_inference.")[2] for line in idle] == [
+        "replace_with_kernel_inject has no effect here: torch's kernels run",
+        "injection_policy has no effect here: torch's kernels run",
+    ]
 
 
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("mp_size", 0, "must be an integer >= 1"),
+        ("mp_size", 0, "must be >= 1"),
         ("save_mp_checkpoint_path", "here", "a checkpoint has whole weights, and each rank reads its part"),
         ("enable_cuda_graph", True, "CUDA graphs are not captured. Use torch.compile"),
         ("quant", {"enabled": True}, "quantized weights are not available yet"),
         ("use_triton", True, "there are no Triton kernels"),
         ("zero", {"stage": 3}, "engine.eval"),
-        ("max_out_tokens", 0, "must be an integer >= 1"),
-        ("keep_module_on_host", "yes", "must be true or false"),
+        ("max_out_tokens", 0, "must be >= 1"),
+        ("keep_module_on_host", "yes", "needs true or false"),
         ("dtype", torch.int8, "int8 weights are not available yet"),
-        ("max_out_token", 5, "Did you mean max_out_tokens"),
+        ("max_out_token", 5, 'Did you mean "max_out_tokens"'),
         ("checkpoint", {"type": "Megatron"}, "the path of a weight file"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(key, value, told):
-    with pytest.raises(ConfigError, match=f"{key}.*{told}"):
+    with pytest.raises(ValueError, match=f"{key}.*{told}"):
         DeepSpeedInferenceConfig.of({key: value})
 
 
 def test_harmless_values_of_refused_keys_pass():
     defaults = {"enable_cuda_graph": False, "moe": {}, "ep_size": 1, "quant": None, "tensor_parallel": {"tp_size": 1}}
-    made = DeepSpeedInferenceConfig.of(defaults)
-    assert attrs.evolve(made, ranks={}) == DeepSpeedInferenceConfig()
-    assert made.parallelism.is_single_rank
-    assert DeepSpeedInferenceConfig.of(default_inference_config()).parallelism.is_single_rank
+    assert DeepSpeedInferenceConfig.of(defaults) == DeepSpeedInferenceConfig()
+    whole = default_inference_config()
+    assert DeepSpeedInferenceConfig.of(whole).model_dump() == whole
+    assert DeepSpeedInferenceConfig.of(whole).parallelism.is_single_rank
+
+
+def test_deepspeed_s_fields_are_arguments_and_attributes():
+    made = DeepSpeedInferenceConfig(dtype="half", tp={"tp_size": 2}, max_tokens=8, kernel_inject=True, moe=True)
+    assert (made.dtype, made.max_out_tokens, made.replace_with_kernel_inject) == (torch.float16, 8, True)
+    assert (made.tensor_parallel.tp_size, made.tensor_parallel.mpu, made.moe.ep_size) == (2, None, 1)
+    assert (made.checkpoint, made.base_dir, made.quant, made.replace_method) == (None, "", {}, "auto")
+    assert made.model_fields_set == {
+        "dtype",
+        "tensor_parallel",
+        "max_out_tokens",
+        "replace_with_kernel_inject",
+        "moe",
+    }
+    made.max_out_tokens = 16
+    assert made.max_out_tokens == 16
+    with pytest.raises(ValueError, match="must be >= 1"):
+        made.max_out_tokens = 0
+    assert DtypeEnum.from_str("half") is DtypeEnum.fp16
 
 
 def test_an_injection_policy_has_an_effect_where_layers_are_split():
     policy = {nn.Linear: ("out",)}
-    assert not DeepSpeedInferenceConfig.of({"injection_policy": policy, "mp_size": 2}).notices
+    assert not DeepSpeedInferenceConfig.of({"injection_policy": policy, "tensor_parallel": 2}).notices
     (notice,) = DeepSpeedInferenceConfig.of({"injection_policy": policy}).notices
-    assert "injection_policy: no effect" in notice
+    assert "injection_policy has no effect" in notice
 
 
 def test_a_config_object_keeps_what_it_says_of_ranks():
     made = DeepSpeedInferenceConfig.of({"tensor_parallel": {"tp_size": 2}})
     assert DeepSpeedInferenceConfig.of(merge_config(made, {"dtype": torch.float16})).parallelism == made.parallelism
-    with pytest.raises(ConfigError, match="tp_size = 0: must be"):
-        _ = DeepSpeedInferenceConfig(ranks={"tensor_parallel": {"tp_size": 0}}).parallelism
+    with pytest.raises(ValueError, match="tp_size = 0: must be"):
+        DeepSpeedInferenceConfig(tensor_parallel={"tp_size": 0})
 
 
 def test_config_and_keywords_are_one_config(tmp_path: Path):

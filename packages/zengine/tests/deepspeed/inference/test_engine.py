@@ -41,17 +41,38 @@ def test_fp16_is_the_default_as_in_deepspeed_and_idle_keys_are_told(caplog: pyte
     with caplog.at_level(logging.WARNING, "zengine"):
         engine = deepspeed.init_inference(Generator(), {"replace_with_kernel_inject": True})
     assert engine.body.weight.dtype == torch.float16
-    assert "replace_with_kernel_inject: no effect here" in caplog.text
+    assert "replace_with_kernel_inject has no effect here" in caplog.text
 
 
 def test_generation_beyond_the_limit_is_refused_before_it_begins():
     engine = deepspeed.init_inference(Generator(), dtype="fp32", max_out_tokens=6)
     ids = torch.ones(1, 4, dtype=torch.long)
-    assert engine.generate(ids, max_new_tokens=2) == 6
-    with pytest.raises(ValueError, match=r"would reach 7 tokens \(a prompt of 4\), but max_out_tokens is 6"):
-        engine.generate(input_ids=ids, max_new_tokens=3)
+    assert engine.generate(ids, max_new_tokens=3) == 7  # the prompt alone counts
+    with pytest.raises(RuntimeError, match=r"Input with size 7 exceeds maximum length of 6: pass a larger max_out"):
+        engine.generate(input_ids=torch.ones(1, 7, dtype=torch.long))
     with pytest.raises(AttributeError, match=r"Linear has no generate"):
         deepspeed.init_inference(nn.Linear(1, 1)).generate(ids)
+
+
+@pytest.mark.parametrize("use_cuda_events", [True, False])
+def test_times_of_forward_passes(use_cuda_events: bool):
+    engine = deepspeed.init_inference(Generator(), dtype="fp32")
+    with pytest.raises(AssertionError, match="call profile_model_time"):
+        engine.model_times()
+    for _ in range(2):  # measuring twice measures each pass once
+        engine.profile_model_time(use_cuda_events=use_cuda_events)
+    for _ in range(3):
+        engine(torch.ones(1, 2))
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(1, 5))  # a pass that fails is over
+    times = engine.model_times()
+    assert len(times) == 4
+    assert min(times) > 0
+    assert engine.model_times() == []
+    engine.destroy()
+    engine(torch.ones(1, 2))
+    with pytest.raises(AssertionError):
+        engine.model_times()
 
 
 def test_weights_come_from_a_checkpoint(tmp_path):

@@ -16,7 +16,8 @@ import zpartition
 from zcomm.testing import run_ranks
 from zengine.build.agreement import RanksDisagree
 from zengine.deepspeed.inference import splitting
-from zengine.deepspeed.inference.parallel import NO_GROUP, ParallelGroup, read_parallelism
+from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig
+from zengine.deepspeed.inference.parallel import NO_GROUP, ParallelGroup
 from zpartition.tensor import Column, Replicated, Row, Rule, TensorPlan
 from zpartition.testing.expert_models import MoELanguageModel as Experts
 from zpartition.testing.tensor_models import PLAN, Block, Gated, Grouped, Language
@@ -93,7 +94,7 @@ def _refusals() -> None:
             deepspeed.init_inference(model, dtype=torch.float32, **given)
 
     with zcomm.traced(log):
-        refused("mp_size = 3 does not divide the 2 ranks of this run: choose one of 1, 2, or start", {"mp_size": 3})
+        refused("tp_size = 3 does not divide the 2 ranks of this run: choose one of 1, 2, or start", {"mp_size": 3})
         refused("ep_size = 4 does not divide the 2 ranks", {"moe": {"ep_size": 4}})
         refused(r"tp_size = 2, but the given tensor group has 1 ranks", {"tp": {"tp_size": 2, "tp_group": alone}})
         refused(r"mpu= is a object without get_model_parallel_group", {"mpu": object()})
@@ -142,7 +143,7 @@ def _already(caplog_level: int) -> list[str]:
     model = deepspeed.tp_model_init(Language(), 2, config=PLAN)
     logging.getLogger("zengine").addHandler(handler)
     try:
-        again = [deepspeed.init_inference(model, dtype=torch.float32, mp_size=2)(TOKENS) for _ in range(2)]
+        again = [deepspeed.init_inference(model, dtype=torch.float32, tensor_parallel=2)(TOKENS) for _ in range(2)]
     finally:
         logging.getLogger("zengine").removeHandler(handler)
     assert torch.equal(*again)
@@ -193,8 +194,8 @@ def test_one_process_is_told_how_many_are_needed(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    parallelism = read_parallelism({"mp_size": 2})
+    parallelism = DeepSpeedInferenceConfig(mp_size=2).parallelism
     with pytest.raises(ValueError, match=r"does not divide the 1 rank of this run.*torchrun --nproc-per-node 2"):
-        splitting.plan_split(Language(), parallelism)  # type: ignore[arg-type]
-    whole = read_parallelism({"mp_size": 1})
-    assert splitting.plan_split(Language(), whole).plan is None  # type: ignore[arg-type]
+        splitting.plan_split(Language(), parallelism)
+    whole = DeepSpeedInferenceConfig(mp_size=1).parallelism
+    assert splitting.plan_split(Language(), whole).plan is None

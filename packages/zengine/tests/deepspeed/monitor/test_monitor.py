@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from zcomm.testing import run_ranks
-from zengine.config import ConfigError
 from zengine.deepspeed.monitor.monitor import MonitorMaster
 from zengine.deepspeed.runtime.config import DeepSpeedConfig
 
@@ -54,5 +53,5 @@ def test_rank_0_alone_writes(tmp_path: Path):
 
 def test_nothing_enabled_is_said_and_mistakes_are_errors():
     assert not MonitorMaster({}).enabled
-    with pytest.raises(ConfigError, match=r"[dD]id you mean"):
+    with pytest.raises(ValueError, match=r"[dD]id you mean"):
         MonitorMaster({"csv_monitor": {"enable": True}})

@@ -13,6 +13,7 @@ from zengine.deepspeed.monitor.csv_monitor import csvMonitor
 from zengine.deepspeed.monitor.monitor import MonitorMaster
 from zengine.deepspeed.monitor.tensorboard import TensorBoardMonitor
 from zengine.deepspeed.monitor.wandb import WandbMonitor
+from zengine.deepspeed.runtime.config import DeepSpeedConfig
 from zengine.telemetry import MissingPackageError
 
 
@@ -38,6 +39,21 @@ def test_an_empty_section_has_the_defaults():
     board.write_events([("a", 1.0, 1)])  # to nowhere
     with pytest.raises(AttributeError, match="colour"):
         board.colour  # noqa: B018
+
+
+def test_sections_are_read_from_dicts_and_arguments():
+    """The defaults are DeepSpeed 0.19.8's."""
+    made = DeepSpeedMonitorConfig(wandb={"enabled": True, "group": "g"}, comet={"api_key": "secret"})
+    assert made.enabled
+    assert (made.wandb.group, made.wandb.team, made.tensorboard.enabled) == ("g", None, False)
+    assert (made.comet.mode, made.comet.samples_log_interval) == (None, 100)
+    assert "secret" not in repr(made)
+    assert not get_monitor_config({"train_batch_size": "other keys are not checked"}).enabled
+    assert TensorBoardConfig(job_name="mine").job_name == "mine"
+    assert DeepSpeedConfig({"train_batch_size": 1, "wandb": {"group": "g"}}).monitor_config.wandb.group == "g"
+    for wrong in ({"tensorboard": {"enable": True}}, {"tensor_board": {}}):
+        with pytest.raises(ValueError, match="Did you mean"):
+            DeepSpeedMonitorConfig(**wrong)
 
 
 def test_the_master_has_them_all(tmp_path: Path):

@@ -38,7 +38,14 @@ def test_the_timer_starts_before_each_batch_and_the_loader_repeats() -> None:
     repeated = RepeatingLoader(one)
     assert [next(repeated) for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
     assert timer.started >= 3
+
+
+def test_one_process_for_several_devices_reads_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_SIZE", "2")  # devices of a CPU host
+    one = loader(local_rank=-1, collate_fn=list, num_local_io_workers=None)
+    assert (one.batch_size, one.device_count, len(one), one.num_local_io_workers) == (4, 2, 3, 4)
     assert sorted(chain(*loader(local_rank=-1, collate_fn=list))) == list(range(10))
+    assert (loader().batch_size, loader(num_local_io_workers=None).num_local_io_workers) == (2, 2)
 
 
 def test_a_curriculum_chooses_the_samples() -> None:

@@ -118,6 +118,54 @@ def test_expert_groups_are_those_announced_and_then_an_engines():
         assert num_experts == 1
 
 
+def check_set() -> list[Any]:
+    ranks = dist.get_process_group_ranks
+    tensor = [ranks(group) for group in groups._init_tp_mesh_device(2) or ()]
+    assert groups._init_tp_mesh_device(2) is None  # set already
+    groups.set_tensor_model_parallel_rank(7)
+    found = [tensor, ranks(groups.get_tensor_model_parallel_group()), groups.get_tensor_model_parallel_rank()]
+    groups._release_process_group_references()
+    with pytest.raises(AssertionError, match="must equal world_size"):
+        groups._init_tp_mesh_device(2, 3)
+    found.append(groups.get_tensor_model_parallel_rank())
+    mpu = zcomm.Groups.of(zcomm.Degrees(tensor=2))
+    groups._create_expert_data_and_model_parallel(2, mpu=type("Mpu", (), _getters(mpu)))
+    found += [ranks(groups._get_expert_parallel_group_dict()["ep_size_2"]), groups._get_expert_parallel_rank()]
+    found.append(ranks(groups._get_expert_data_parallel_group_dict()["ep_size_2"]))
+    groups._release_process_group_references()
+    found.append(groups._zero_param_parallel_is_initialized())
+    groups._create_zero_param_parallel_group(2)
+    found.append(groups._get_zero_param_intra_parallel_group_ranks())
+    with pytest.raises(AssertionError, match="already initialized"):
+        groups._create_zero_param_parallel_group(2)
+    groups._release_process_group_references()
+    return found
+
+
+def _getters(mpu: zcomm.Groups) -> dict[str, Any]:
+    names = ("get_data_parallel_group", "get_model_parallel_group")
+    return {name: staticmethod(getattr(mpu, name)) for name in names}
+
+
+def test_groups_that_are_set_before_an_engine():
+    for rank, found in enumerate(run_ranks(check_set, 4)):
+        pair, stride = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert found == [[stride, pair], pair, 7, 0, stride, rank // 2, [rank], False, pair]
+
+
+def check_second_copies() -> tuple[list[int], int]:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    engine = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={**CONFIG, "zero_optimization": zero})[0]
+    found = groups._get_zero_param_intra_parallel_group_ranks()
+    engine.close()
+    return found, groups._get_zero_param_intra_parallel_rank_in_mygroup()
+
+
+def test_ranks_with_second_copies_of_weights():
+    for rank, found in enumerate(run_ranks(check_second_copies, 4)):
+        assert found == ([rank // 2 * 2, rank // 2 * 2 + 1], rank % 2)
+
+
 def test_alone_there_is_one_rank_of_everything():
     sizes = groups.get_data_parallel_world_size, groups.get_model_parallel_world_size
     assert [size() for size in sizes] == [zcomm.group_size(), 1]

@@ -52,6 +52,7 @@ class Key:
     empty: object = None  # HONOURED: shown in the plan's table for 0, "" and (); None = the value itself
     show: Callable[[Any], Any] = _unchanged  # HONOURED: the plan's value -> its form in the table
     aliases: tuple[str, ...] = ()  # HONOURED: old names in the same section
+    is_secret: bool = False  # HONOURED: `repr` omits it
 
     def shown(self, value: Any) -> Any:
         """Return the form of `value` in the plan's table."""
@@ -109,6 +110,7 @@ def setting(
         empty=empty,
         show=show,
         aliases=aliases,
+        is_secret=secret,
     )
     if isinstance(default, dict):
         return attrs.field(factory=dict, metadata={"row": key})

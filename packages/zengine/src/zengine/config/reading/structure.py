@@ -65,7 +65,7 @@ class SectionReading:
     """Result of reading one section alone."""
 
     members: Mapping[str, Any]  # the given keys, under their present names
-    settings: Any  # the section's settings object, with defaults for what is not given
+    notices: tuple[str, ...]
     problems: tuple[Problem, ...]
 
 
@@ -77,8 +77,8 @@ def read_section(section: Section, data: Mapping[str, Any], name: str) -> Sectio
     walk = _Walk(Document(source="dict", data=data, places={}))
     members = walk.translated(section, dict(data), (name,))
     walk.leave_autos(section, members, (name,))
-    settings = walk.section(section, members, (name,), Mode.ACTIVE)
-    return SectionReading(members=members, settings=settings, problems=tuple(walk.problems))
+    walk.section(section, members, (name,), Mode.ACTIVE)
+    return SectionReading(members=members, notices=walk.all_notices(), problems=tuple(walk.problems))
 
 
 class _Walk:

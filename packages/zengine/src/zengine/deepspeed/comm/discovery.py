@@ -1,6 +1,7 @@
 """`deepspeed.comm`: ranks of MPI jobs and of cloud services, written to the variables that torch reads.
 
-`init_distributed` needs none of these: it reads Open MPI's, SLURM's and PMI's variables itself.
+zcomm reads Open MPI's, SLURM's and PMI's variables itself.  `init_distributed` writes torch's for scripts that read
+LOCAL_RANK and the others afterwards, as they can with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import logging
 import os
 from typing import Any
 
+import torch.distributed as dist
+
 import zcomm
 from zengine.deepspeed.comm.constants import DEFAULT_AML_MASTER_PORT, DEFAULT_AML_NCCL_SOCKET_IFNAME
-from zengine.deepspeed.comm.world import get_rank, get_world_size, is_initialized
 from zengine.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 __all__ = [
+    "discover_ranks",
     "in_aml",
     "in_aws_sm",
     "in_dlts",
@@ -25,7 +28,8 @@ __all__ = [
 
 log = logging.getLogger("zengine")
 
-_WRITTEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_WRITTEN = (*_RANKS, "MASTER_ADDR", "MASTER_PORT")
 
 
 def in_aml() -> bool:
@@ -43,6 +47,27 @@ def in_dlts() -> bool:
     return "DLTS_JOB_ID" in os.environ
 
 
+def discover_ranks(distributed_port: int | None = None, *, verbose: bool = True) -> None:
+    """Write this process's rank to the environment if RANK is missing and another launcher than torch's started it.
+
+    distributed_port: default: MASTER_PORT, or 29500.  Raises what `mpi_discovery` does.
+    """
+    if "RANK" in os.environ:
+        return
+    if "OMPI_COMM_WORLD_RANK" in os.environ and in_aml() and not in_dlts():
+        patch_aml_env_for_torch_nccl_backend(verbose=verbose)
+    elif "OMPI_COMM_WORLD_RANK" in os.environ and in_aws_sm():
+        patch_aws_sm_env_for_torch_nccl_backend(verbose=verbose)
+    elif _launch().source != "single":
+        own = os.environ.get("MASTER_PORT")
+        mpi_discovery(int(own or distributed_port or TORCH_DISTRIBUTED_DEFAULT_PORT), verbose)
+
+
+def _launch() -> zcomm.Launch:
+    """Return the launch that MPI's or SLURM's variables describe."""
+    return zcomm.detect({key: value for key, value in os.environ.items() if key not in _RANKS})
+
+
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """Write the ranks of an MPI job to the environment, by the launcher's variables; mpi4py is not needed.
 
@@ -52,13 +77,12 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
         ValueError: a variable is missing or contradicts another.
         AssertionError (DeepSpeed's): torch.distributed runs already, with other ranks.
     """
-    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    launch = zcomm.detect(own)
+    launch = _launch()
     rank, world_size = launch.rank, launch.world_size
-    if is_initialized():
-        assert get_rank() == rank, f"MPI rank {rank} does not match torch rank {get_rank()}"
-        assert get_world_size() == world_size, (
-            f"MPI world size {world_size} does not match torch world size {get_world_size()}"
+    if dist.is_initialized():
+        assert dist.get_rank() == rank, f"MPI rank {rank} does not match torch rank {dist.get_rank()}"
+        assert dist.get_world_size() == world_size, (
+            f"MPI world size {world_size} does not match torch world size {dist.get_world_size()}"
         )
     _write([rank, launch.local_rank, world_size, launch.address, distributed_port], "MPI", verbose=verbose)
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import zcomm
+from zengine.deepspeed.comm.discovery import discover_ranks
 from zengine.deepspeed.constants import default_pg_timeout
 
 __all__ = [
@@ -56,10 +57,12 @@ def init_distributed(
         the device's; others are passed to torch.distributed.
     timeout: of the rendezvous and of each collective; default DEEPSPEED_TIMEOUT minutes, or 10.
     init_method, rank, world_size: passed to torch.distributed; default: the environment (torchrun, SLURM, MPI).
-    auto_mpi_discovery, verbose, config: ignored; the environment is always read, and nothing is printed.
+    auto_mpi_discovery: if RANK is missing, write the ranks of MPI, SLURM, AzureML or SageMaker to the environment
+        (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).  They are read either way.
+    verbose: log them.  config: ignored.
 
-    Raises zcomm.RendezvousFailed if ranks are missing, ValueError if dist_init_required is False and there is no
-    default process group.
+    Raises zcomm.RendezvousFailed if ranks are missing; ValueError if dist_init_required is False and there is no
+        default process group, or for a launcher's variable that is missing or contradicts another.
     """
     if is_initialized():
         return
@@ -68,6 +71,8 @@ def init_distributed(
             "init_distributed(dist_init_required=False): torch.distributed has no default process group. Create "
             "one first, or omit dist_init_required."
         )
+    if auto_mpi_discovery:
+        discover_ranks(distributed_port, verbose=verbose)
     if dist_backend == "nccl" and not torch.cuda.is_available():
         log.warning("init_distributed(dist_backend='nccl'): no GPU is visible, so the backend is 'gloo'")
         dist_backend = "gloo"

@@ -5,91 +5,202 @@ Keyword arguments and `config` are merged; a key in both must have the same valu
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, final
 
-import attrs
 import torch
 
-from zengine.config import ConfigError, Problem
+from zengine.config import ConfigError
+from zengine.config.grammar.kinds import ANYTHING, TEXT, TRUTH, Mismatch, ValueKind, whole
 from zengine.config.grammar.source import read
-from zengine.config.grammar.suggest import nearest
-from zengine.deepspeed.inference.parallel import KEYS, Parallelism, read_parallelism
-
-__all__ = ["DeepSpeedInferenceConfig", "default_inference_config", "merge_config"]
-
-_DTYPES = {
-    **dict.fromkeys(("fp32", "float", "float32", "torch.float32"), torch.float32),
-    **dict.fromkeys(("fp16", "half", "float16", "torch.float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-}
-
-# Keys of DeepSpeed's kernels; torch's kernels run here, with the same results.
-_NO_EFFECT = frozenset(
-    (
-        *("replace_with_kernel_inject", "kernel_inject", "replace_method"),
-        *("injection_policy_tuple", "triangular_masking", "return_tuple", "transposed_mode"),
-        *("set_empty_params", "training_mp_size", "min_out_tokens"),
-    )
+from zengine.config.grammar.table import Key, Row, Section, Support, ignored, renamed
+from zengine.deepspeed.inference.parallel import (
+    MOE,
+    OLD_NAMES,
+    TENSOR,
+    DeepSpeedMoEConfig,
+    DeepSpeedTPConfig,
+    Parallelism,
+    conflicts,
+    honoured,
+    read_parallelism,
 )
-_WHOLE = "a checkpoint has whole weights, and each rank reads its part of them"
+from zengine.deepspeed.section_model import SectionModel, invalid
 
-# Keys of which only the default is accepted: key -> (default, reason, suggestion).
-_REJECTED: dict[str, tuple[Any, str, str]] = {
-    "enable_cuda_graph": (False, "CUDA graphs are not captured", "Use torch.compile(mode='reduce-overhead')."),
-    "use_triton": (False, "there are no Triton kernels", "Remove it; torch.compile generates some."),
-    "triton_autotune": (False, "there are no Triton kernels", "Remove it."),
-    "quant": ({}, "quantized weights are not available yet", "Remove it; dtype=torch.bfloat16 halves the bytes."),
-    "zero": ({}, "inference does not stream weights", "Evaluate with a stage-3 training engine: engine.eval()."),
-    "base_dir": ("", "a checkpoint is one path", "Pass the whole path as checkpoint."),
-    "save_mp_checkpoint_path": (None, _WHOLE, "Remove it, and pass the whole model as checkpoint."),
-    "checkpoint_config": ({}, _WHOLE, "Pass a path as checkpoint."),
+__all__ = [
+    "DeepSpeedInferenceConfig",
+    "DeepSpeedMoEConfig",
+    "DeepSpeedTPConfig",
+    "DtypeEnum",
+    "default_inference_config",
+    "merge_config",
+]
+
+
+class DtypeEnum(enum.Enum):
+    """Dtypes of weights, with their names."""
+
+    fp16 = (torch.float16, "torch.float16", "fp16", "float16", "half")
+    fp32 = (torch.float32, "torch.float32", "fp32", "float32", "float")
+    bf16 = (torch.bfloat16, "torch.bfloat16", "bf16", "bfloat16", "bfloat")
+    int8 = (torch.int8, "torch.int8", "int8")
+
+    @classmethod
+    def from_str(cls, value: str) -> DtypeEnum:
+        """Return the member with this name.  Raises ValueError."""
+        for dtype in cls:
+            if value in dtype.value:
+                return dtype
+        raise ValueError(f"{value!r} is not a valid DtypeEnum")
+
+
+def _read_dtype(value: object) -> torch.dtype:
+    given = value.lower() if isinstance(value, str) else value
+    found: list[torch.dtype] = [each.value[0] for each in DtypeEnum if given in each.value]
+    if not found or found[0] == torch.int8:
+        raise Mismatch("must be float32, float16 or bfloat16 (int8 weights are not available yet)")
+    return found[0]
+
+
+def _read_policy(value: object) -> object:
+    if isinstance(value, Mapping):
+        return value
+    raise Mismatch("must be a mapping from classes of blocks to names of layers in them")
+
+
+def _read_path(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise Mismatch("must be the path of a weight file or of a Hugging Face folder")
+
+
+def _read_off(value: Any) -> object:
+    """Return {} for a section that says that it is off: configs that are written out whole have such sections."""
+    section = value if isinstance(value, Mapping) else {"enabled": bool(value)}
+    is_off = not section or section.get("enabled", True) is False or section.get("stage") == 0
+    return {} if is_off else value
+
+
+_OFF = ValueKind("a section that is off", _read_off)
+
+
+def _idle(kind: ValueKind, default: Any) -> Key:
+    return ignored(kind, default, why="torch's kernels run")  # with the same results
+
+
+def _only(default: Any, why: str, hint: str, kind: ValueKind = ANYTHING) -> Key:
+    return Key(support=Support.FIXED, kind=kind, matching=(default,), why=why, hint=hint)
+
+
+_WHOLE = "a checkpoint has whole weights, and each rank reads its part of them"
+_KEYS: dict[str, Row] = {
+    "dtype": honoured(kind=ValueKind("a dtype", _read_dtype), default=torch.float16),
+    "max_out_tokens": honoured(kind=whole(1), default=1024),
+    "max_tokens": renamed(whole(1), "max_out_tokens", what="another name"),
+    "keep_module_on_host": honoured(kind=TRUTH, default=False),
+    "checkpoint": honoured(kind=ValueKind("a path", _read_path)),
+    "injection_policy": honoured(kind=ValueKind("a policy", _read_policy)),
+    "injection_dict": renamed(ANYTHING, "injection_policy", what="another name"),
+    "tensor_parallel": Section(keys=TENSOR),
+    "moe": Section(keys=MOE),
+    **OLD_NAMES,
+    # DeepSpeed's kernels
+    **dict.fromkeys(("replace_with_kernel_inject", "transposed_mode", "set_empty_params"), _idle(TRUTH, False)),
+    **dict.fromkeys(("triangular_masking", "return_tuple"), _idle(TRUTH, True)),
+    **dict.fromkeys(("training_mp_size", "min_out_tokens"), _idle(whole(1), 1)),
+    **dict.fromkeys(("injection_policy_tuple", "config"), _idle(ANYTHING, None)),
+    "replace_method": _idle(TEXT, "auto"),
+    "kernel_inject": renamed(TRUTH, "replace_with_kernel_inject", what="another name"),
+    "tm": renamed(TRUTH, "triangular_masking", what="another name"),
+    "min_tokens": renamed(whole(1), "min_out_tokens", what="another name"),
+    "args": renamed(ANYTHING, "config", what="another name"),
+    # only the default
+    "enable_cuda_graph": _only(
+        False, "CUDA graphs are not captured", "Use torch.compile(mode='reduce-overhead').", TRUTH
+    ),
+    "use_triton": _only(False, "there are no Triton kernels", "Remove it; torch.compile generates some.", TRUTH),
+    "triton_autotune": _only(False, "there are no Triton kernels", "Remove it.", TRUTH),
+    "quant": _only(
+        {}, "quantized weights are not available yet", "Remove it; dtype=torch.bfloat16 halves the bytes.", _OFF
+    ),
+    "zero": _only(
+        {}, "inference does not stream weights", "Evaluate with a stage-3 training engine: engine.eval().", _OFF
+    ),
+    "base_dir": _only("", "a checkpoint is one path", "Pass the whole path as checkpoint."),
+    "save_mp_checkpoint_path": _only(None, _WHOLE, "Remove it, and pass the whole model as checkpoint."),
+    "checkpoint_config": _only({}, _WHOLE, "Pass a path as checkpoint.", _OFF),
+    "ckpt_config": renamed(_OFF, "checkpoint_config", what="another name"),
 }
 
 
-@attrs.frozen(kw_only=True)
-class DeepSpeedInferenceConfig:
-    """Settings of `init_inference`."""
+@final
+class DeepSpeedInferenceConfig(SectionModel):
+    """Settings of `init_inference`, with DeepSpeed's names as keyword arguments and attributes.
 
-    dtype: torch.dtype = torch.float16  # of the weights
-    max_out_tokens: int = 1024  # prompt and answer together; generate() raises above it
-    keep_module_on_host: bool = False  # do not move the module
-    checkpoint: str | None = None  # file or folder of the weights to load
-    ranks: Mapping[str, Any] = attrs.field(factory=dict)  # keys of the parallelism, as given
-    notices: tuple[str, ...] = ()  # keys without effect
+    tensor_parallel may be a size, moe a truth value; None counts as not given.  Raises ValueError for unknown,
+    rejected or out-of-range keys.
+    """
 
-    @property
-    def parallelism(self) -> Parallelism:
-        """Return the parallelism that `ranks` describes.  Raises ConfigError."""
-        found = read_parallelism(self.ranks)
-        if isinstance(found, Parallelism):
-            return found
-        raise ConfigError("init_inference()", found)
+    rows = Section(keys=_KEYS)
+    models: ClassVar[Mapping[str, type[SectionModel]]] = {
+        "tensor_parallel": DeepSpeedTPConfig,
+        "moe": DeepSpeedMoEConfig,
+    }
+    defaults: ClassVar[Mapping[str, Any]] = models
+    title = "init_inference"
+    dtype: torch.dtype  # of the weights
+    max_out_tokens: int  # tokens of a prompt; generate() raises above it
+    keep_module_on_host: bool  # do not move the module
+    checkpoint: str | None  # file or folder of the weights to load
+    tensor_parallel: DeepSpeedTPConfig
+    moe: DeepSpeedMoEConfig
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        given = {
+            key: _plain(key, data[key]) for key in sorted(data, key=lambda key: key != "tp") if data[key] is not None
+        }
+        super().__init__(strict, **given)  # `tp` is another name of the section into which other old names move
+        problems = list(conflicts(self.tensor_parallel, self.injection_policy))
+        if problems:
+            raise invalid(type(self).__name__, problems)
+
+    def _refuse_both_names(self, given: Mapping[str, Any]) -> None:
+        """Accept old names beside a section that lacks the key."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
-        """Read a config.  Raises ConfigError with every unknown, rejected or out-of-range key."""
-        ranks = {key: given[key] for key in KEYS if key in given}
-        parallelism = read_parallelism(ranks)
-        problems = [problem for key, value in given.items() if (problem := _problem(key, value)) is not None]
-        if problems or not isinstance(parallelism, Parallelism):
-            raise ConfigError(
-                "init_inference()", [*problems, *([] if isinstance(parallelism, Parallelism) else parallelism)]
-            )
+        """Read a config.  Raises as the constructor does."""
+        return cls(**given)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Parallelism of the model."""
+        return read_parallelism(self.tensor_parallel, self.moe, self.injection_policy)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Lines about keys without effect, and about old names."""
+        parallelism = self.parallelism
         is_read = bool(parallelism.policy) and not parallelism.is_single_rank
-        idle = sorted(key for key in given if key in _NO_EFFECT or (key == "injection_policy" and not is_read))
-        notices = (f"init_inference: {', '.join(idle)}: no effect here; torch's kernels run",) if idle else ()
-        own = {key: given[key] for key in ("max_out_tokens", "keep_module_on_host", "checkpoint") if key in given}
-        if "max_tokens" in given:  # DeepSpeed's alias
-            own["max_out_tokens"] = given["max_tokens"]
-        return cls(dtype=_dtype(given.get("dtype", torch.float16)), ranks=ranks, notices=notices, **own)
+        is_idle = self.injection_policy is not None and not is_read
+        idle = ("init_inference.injection_policy has no effect here: torch's kernels run",) if is_idle else ()
+        return (*self.model_notices, *idle)
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Return a shorthand written out, and a section without what is None."""
+    if key in ("tensor_parallel", "tp") and isinstance(value, int) and not isinstance(value, bool):
+        value = {"tp_size": value}
+    elif key == "moe" and isinstance(value, bool):
+        value = {"enabled": value}
+    is_section = key in ("tensor_parallel", "tp", "moe") and isinstance(value, Mapping)
+    return {name: inner for name, inner in value.items() if inner is not None} if is_section else value
 
 
 def default_inference_config() -> dict[str, Any]:
-    """Return the honoured keys with their defaults."""
-    fields = attrs.asdict(DeepSpeedInferenceConfig(), recurse=False)
-    del fields["notices"], fields["ranks"]
-    return {**fields, "tensor_parallel": {"tp_size": 1}, "moe": {"ep_size": 1}}
+    """Return the keys with their defaults."""
+    return DeepSpeedInferenceConfig().model_dump()
 
 
 def merge_config(config: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,9 +219,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, DeepSpeedInferenceConfig):
-        fields = attrs.asdict(config, recurse=False)
-        del fields["notices"]
-        return {**fields.pop("ranks"), **fields}
+        return config.given()
     if isinstance(config, Mapping):
         return dict(config)
     document = read(config)
@@ -118,51 +227,3 @@ def _as_dict(config: Any) -> dict[str, Any]:
         raise ConfigError(document.source, document.problems)
     found: Any = document.data or {}
     return {str(key): value for key, value in found.items()}
-
-
-def _dtype(value: Any) -> torch.dtype:
-    return value if isinstance(value, torch.dtype) else _DTYPES[str(value).lower()]
-
-
-def _problem(key: str, value: Any) -> Problem | None:
-    """Return the problem of one key; None if it is valid."""
-    if key in _NO_EFFECT or key in KEYS:
-        return None
-    if key in _REJECTED:
-        default, reason, advice = _REJECTED[key]
-        is_off = not value or value == default or (isinstance(value, Mapping) and _is_off(value))
-        return None if is_off else Problem(key=key, given=value, reason=reason, suggestion=advice)
-    check = _CHECKS.get(key)
-    if check is None:
-        close = nearest(key, [*_CHECKS, *_REJECTED, *_NO_EFFECT, *KEYS])
-        return Problem(key=key, reason="is not a key of the inference config", suggestion=_did_you_mean(close))
-    is_good, allowed = check(value)
-    return None if is_good else Problem(key=key, given=value, reason=f"must be {allowed}")
-
-
-def _is_off(section: Mapping[str, Any]) -> bool:
-    """Return whether a section says that it is off: configs that are written out whole have such sections."""
-    return section.get("enabled", True) is False or section.get("stage") == 0
-
-
-def _did_you_mean(close: list[str]) -> str:
-    return f"Did you mean {close[0]}?" if close else "Remove it."
-
-
-_CHECKS: dict[str, Any] = {
-    "dtype": lambda value: (
-        value in _DTYPES.values() or str(value).lower() in _DTYPES,
-        "float32, float16 or bfloat16 (int8 weights are not available yet)",
-    ),
-    "max_out_tokens": lambda value: (_is_count(value), "an integer >= 1"),
-    "max_tokens": lambda value: (_is_count(value), "an integer >= 1"),
-    "keep_module_on_host": lambda value: (isinstance(value, bool), "true or false"),
-    "checkpoint": lambda value: (
-        value is None or isinstance(value, str),
-        "the path of a weight file or of a Hugging Face folder",
-    ),
-}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -11,24 +11,58 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
+from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
 
-__all__ = ["InferenceEngine", "init_inference"]
+__all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
+
+INFERENCE_MODEL_TIMER = "model-forward-inference"
 
 log = logging.getLogger("zengine")
+
+
+class _Watch:
+    """Times of forward passes."""
+
+    def __init__(self, use_events: bool) -> None:
+        self._timer = SynchronizedWallClockTimer.Timer(INFERENCE_MODEL_TIMER)
+        self._timer.use_host_timer |= not use_events
+
+    def start(self) -> None:
+        self._wait()
+        self._timer.start()
+
+    def stop(self) -> None:
+        self._wait()
+        self._timer.stop()
+
+    def times(self) -> list[float]:
+        """Return the milliseconds of each pass, and forget them."""
+        self._timer.elapsed(reset=False)
+        found = list(self._timer.elapsed_records or ())
+        self._timer.reset()
+        return found
+
+    def _wait(self) -> None:
+        if self._timer.use_host_timer:
+            get_accelerator().synchronize()
 
 
 class InferenceEngine(nn.Module):
     """Runs `module` without gradients; other attributes are the module's."""
 
+    _watch: _Watch  # of `profile_model_time`
+
     def __init__(self, module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         super().__init__()
         self.module = _prepare(module, config).eval()
-        self._limit = config.max_out_tokens
+        self._config = config
+        self._hooks: list[RemovableHandle] = []  # of `profile_model_time`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module without gradients."""
@@ -36,23 +70,49 @@ class InferenceEngine(nn.Module):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's `generate`, for at most max_out_tokens tokens of prompt and answer.
+        """Call the module's `generate`; prompts may have max_out_tokens tokens.
 
-        Raises ValueError above that, AttributeError if the module has no `generate`.
+        Raises RuntimeError (DeepSpeed's) for a longer prompt, AttributeError if the module has no `generate`.
         """
         make = getattr(self.module, "generate", None)
         if make is None:
             raise AttributeError(f"{type(self.module).__name__} has no generate(); call the engine itself")
-        prompt = kwargs.get("input_ids", args[0] if args else None)
+        prompt, limit = kwargs.get("input_ids", args[0] if args else None), self._config.max_out_tokens
         length = prompt.shape[-1] if isinstance(prompt, Tensor) else 0
-        total = max(length + int(kwargs.get("max_new_tokens") or 0), int(kwargs.get("max_length") or 0))
-        if total > self._limit:
-            raise ValueError(
-                f"generate() would reach {total} tokens (a prompt of {length}), but max_out_tokens is {self._limit}: "
-                "pass a larger max_out_tokens to init_inference()."
+        if length > limit:
+            raise RuntimeError(
+                f"Input with size {length} exceeds maximum length of {limit}: pass a larger max_out_tokens to "
+                "init_inference()."
             )
         with torch.no_grad():
             return make(*args, **kwargs)
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Measure the module's forward passes from now on, those within `generate` as well.
+
+        use_cuda_events: events of the GPU's stream, for which nothing waits; False, or without a GPU: the host's
+            clock, with the device synchronized before and after a pass.
+        """
+        if not self._hooks:
+            self._hooks = [
+                self.module.register_forward_pre_hook(lambda *_: self._watch.start()),
+                self.module.register_forward_hook(lambda *_: self._watch.stop(), always_call=True),
+            ]
+        self._watch = _Watch(use_cuda_events)
+
+    def model_times(self) -> list[float]:
+        """Return the milliseconds of each forward pass since the last call.
+
+        Raises AssertionError (DeepSpeed's) before `profile_model_time`.
+        """
+        assert self._hooks, "model profiling is not enabled: call profile_model_time() first"
+        return self._watch.times()
+
+    def destroy(self) -> None:
+        """Stop measuring, and return the device memory that is cached but unused.  The engine remains usable."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        get_accelerator().empty_cache()
 
     def __getattr__(self, name: str) -> Any:
         try:

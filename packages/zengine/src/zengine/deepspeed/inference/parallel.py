@@ -1,30 +1,41 @@
-"""Parallelism of an inference config: in sections, and by DeepSpeed's older names.
+"""Parallelism of an inference config: the sections `tensor_parallel` and `moe`, with DeepSpeed's older names.
 
     {"tensor_parallel": {"tp_size": 2}, "moe": {"ep_size": 2}}          {"mp_size": 2, "ep_size": 2}
 
-`read_parallelism` checks the config alone; splitting.py checks numbers of ranks.
+Sizes are compared with the ranks in splitting.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, final
 
 import attrs
 from torch import nn
 
 from zengine.config import Problem
-from zengine.config.grammar.suggest import nearest
+from zengine.config.grammar.kinds import ANYTHING, TRUTH, Mismatch, ValueKind, choice, whole
+from zengine.config.grammar.table import Key, Row, Section, Support, renamed
+from zengine.deepspeed.section_model import SectionModel
 from zpartition.tensor import TensorPlan
 
-__all__ = ["KEYS", "NO_GROUP", "ParallelGroup", "Parallelism", "read_parallelism"]
-
-KEYS = (
-    *("tensor_parallel", "tp", "mp_size", "mpu", "injection_policy"),
-    *("moe", "ep_size", "ep_group", "ep_mp_group", "moe_experts", "moe_type"),
-)
+__all__ = [
+    "MOE",
+    "NO_GROUP",
+    "OLD_NAMES",
+    "TENSOR",
+    "DeepSpeedMoEConfig",
+    "DeepSpeedTPConfig",
+    "ParallelGroup",
+    "Parallelism",
+    "conflicts",
+    "honoured",
+    "read_parallelism",
+]
 
 Policy = Mapping[type[nn.Module], tuple[str, ...]]  # class of blocks -> names of their layers that are split by rows
+honoured = functools.partial(Key, support=Support.HONOURED)
 
 
 @attrs.frozen
@@ -58,98 +69,107 @@ class Parallelism:
         return all(each.size <= 1 and each.group is None and each.mpu is None for each in wanted)
 
 
-def read_parallelism(given: Mapping[str, Any]) -> Parallelism | list[Problem]:
-    """Read the keys in KEYS of a whole inference config; return all problems if there are any."""
-    problems = [problem for key in KEYS if key in given for problem in _problems(key, given[key])]
-    if problems:
-        return problems
-    tensor, moe = _tensor(given), _experts(given)
-    sizes = _sizes_by_key(given, ("tensor_parallel", "tp"), "mp_size", tensor, "tp_size")
-    expert_sizes = _sizes_by_key(given, ("moe",), "ep_size", moe, "ep_size")
-    problems = [*_check_equal(sizes), *_check_equal(expert_sizes)]
-    problems += [problem for values in _alternatives(given, tensor, moe) for problem in _check_equal(values)]
-    if problems:
-        return problems
+# -- rows of the two sections --------------------------------------------------------------------
+
+
+def _read_plan(value: object) -> object:
+    if isinstance(value, (Mapping, TensorPlan)):
+        return value
+    raise Mismatch('must be a mapping with "layer_specs", or a zpartition.tensor.TensorPlan')
+
+
+def _read_counts(value: object) -> list[int]:
+    counts = value if isinstance(value, (list, tuple)) else [value]
+    return [whole(1).read(count) for count in counts]
+
+
+_COUNTS = ValueKind("a whole number >= 1, or a list of them", _read_counts)
+TENSOR: dict[str, Row] = {
+    "enabled": honoured(kind=TRUTH, default=True),
+    "tp_size": honoured(kind=whole(1), default=1),
+    "tp_grain_size": honoured(kind=whole(1), default=1),  # DeepSpeed's default is 64
+    "mpu": honoured(),
+    "tp_group": honoured(),
+    "partition_config": honoured(kind=ValueKind("a plan", _read_plan)),
+}
+MOE: dict[str, Row] = {
+    "enabled": honoured(kind=TRUTH, default=True),
+    "ep_size": honoured(kind=whole(1), default=1),
+    "moe_experts": honoured(kind=_COUNTS, default=[1]),
+    "num_experts": renamed(_COUNTS, "moe_experts"),
+    "type": honoured(kind=choice("standard", "residual"), default="standard"),  # layers define it themselves
+    "ep_group": honoured(),
+    "expert_group": renamed(ANYTHING, "ep_group"),
+    "ep_mp_group": Key(support=Support.REJECTED, why="must be removed: tensor ranks have whole experts"),
+}
+OLD_NAMES: dict[str, Row] = {  # beside the sections
+    "tp": renamed(ANYTHING, "tensor_parallel", what="another name"),
+    "mp_size": renamed(whole(1), "tensor_parallel", "tp_size"),
+    "mpu": renamed(ANYTHING, "tensor_parallel", "mpu"),
+    "ep_size": renamed(whole(1), "moe", "ep_size"),
+    "moe_experts": renamed(_COUNTS, "moe", "moe_experts"),
+    "moe_type": renamed(ANYTHING, "moe", "type"),
+    **dict.fromkeys(("ep_group", "expert_group"), renamed(ANYTHING, "moe", "ep_group")),
+    **dict.fromkeys(("ep_mp_group", "expert_mp_group"), renamed(ANYTHING, "moe", "ep_mp_group")),
+}
+
+
+@final
+class DeepSpeedTPConfig(SectionModel):
+    """Section `tensor_parallel`."""
+
+    rows = Section(keys=TENSOR)
+    title: ClassVar[str] = "tensor_parallel"
+    enabled: bool
+    tp_size: int
+
+
+@final
+class DeepSpeedMoEConfig(SectionModel):
+    """Section `moe`."""
+
+    rows = Section(keys=MOE)
+    title: ClassVar[str] = "moe"
+    enabled: bool
+    ep_size: int
+    moe_experts: list[int]
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def read_parallelism(tensor: DeepSpeedTPConfig, moe: DeepSpeedMoEConfig, policy: Any = None) -> Parallelism:
+    """Return the parallelism of the two sections and of an injection_policy; a section that is off is empty."""
+    given, experts = (each.given() if each.enabled else {} for each in (tensor, moe))
     return Parallelism(
-        tensor=ParallelGroup(
-            max(sizes.values(), default=0),
-            tensor.get("tp_group"),
-            tensor.get("mpu") or given.get("mpu"),
-            _first(sizes),
-        ),
-        experts=ParallelGroup(
-            max(expert_sizes.values(), default=0),
-            _first_group(moe.get("ep_group") or given.get("ep_group")),
-            None,
-            _first(expert_sizes),
-        ),
-        plan=tensor.get("partition_config"),
-        policy=_policy(given.get("injection_policy")),
-        grain=tensor.get("tp_grain_size") or 1,
-        expert_counts=tuple(_counts(moe.get("moe_experts", moe.get("num_experts", given.get("moe_experts"))))),
+        tensor=_group(given, "tensor_parallel.tp_size", given.get("tp_group"), given.get("mpu")),
+        experts=_group(experts, "moe.ep_size", _first_group(experts.get("ep_group"))),
+        plan=given.get("partition_config"),
+        policy=_policy(policy),
+        grain=given.get("tp_grain_size", 1),
+        expert_counts=tuple(count for count in experts.get("moe_experts", ()) if count != 1),  # [1]: no experts
     )
 
 
-def _tensor(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section; a number is its size."""
-    section: Any = next((given[key] for key in ("tensor_parallel", "tp") if given.get(key)), {})
-    section = section if isinstance(section, Mapping) else {"tp_size": section}
-    return section if section.get("enabled", True) else {}
+def _group(given: Mapping[str, Any], key: str, group: Any, mpu: Any = None) -> ParallelGroup:
+    size = given.get(key.partition(".")[2], 0)
+    return ParallelGroup(size, group, mpu, key if size else "")
 
 
-def _experts(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = given.get("moe")
-    return section if isinstance(section, Mapping) and section.get("enabled", True) else {}
-
-
-def _sizes_by_key(
-    given: Mapping[str, Any], homes: tuple[str, ...], old: str, section: Mapping[str, Any], name: str
-) -> dict[str, int]:
-    """Return the sizes, by their keys."""
-    home = next((key for key in homes if given.get(key)), homes[0])
-    found = {f"{home}.{name}": section[name]} if section.get(name) else {}
-    return {**found, **({old: given[old]} if given.get(old) else {})}
-
-
-def _alternatives(
-    given: Mapping[str, Any], tensor: Mapping[str, Any], moe: Mapping[str, Any]
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings that have several keys, of which one may be given: the given values by key."""
-    groups = {"tensor_parallel.tp_group": tensor.get("tp_group"), "tensor_parallel.mpu": tensor.get("mpu")}
-    experts = {"moe.moe_experts": moe.get("moe_experts"), "moe.num_experts": moe.get("num_experts")}
-    plans = {"tensor_parallel.partition_config": tensor.get("partition_config")}
-    for values in (
-        {key: given.get(key) for key in ("tensor_parallel", "tp")},
-        {**groups, "mpu": given.get("mpu")},
-        {**plans, "injection_policy": _policy(given.get("injection_policy"))},
-        {"moe.ep_group": _first_group(moe.get("ep_group")), "ep_group": _first_group(given.get("ep_group"))},
-        {key: _counts(value) for key, value in {**experts, "moe_experts": given.get("moe_experts")}.items()},
+def conflicts(tensor: DeepSpeedTPConfig, policy: Any = None) -> Iterator[Problem]:
+    """Yield a problem for each setting that is given by two keys."""
+    group, plan = "tensor_parallel.tp_group", "tensor_parallel.partition_config"
+    for key, value, other, other_value in (
+        (group, tensor.tp_group, "mpu", tensor.mpu),
+        (plan, tensor.partition_config, "injection_policy", _policy(policy) or None),
     ):
-        yield {key: value for key, value in values.items() if value}
-
-
-def _check_equal(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem if the values, by key, differ."""
-    found = list(values.values())
-    if any(value != found[0] for value in found):
-        are_sizes = all(isinstance(value, int) for value in found)
-        names = " and ".join(f"{key} = {value}" if are_sizes else key for key, value in values.items())
-        reason = f"{names} differ" if are_sizes else f"{names} are both given"
-        yield Problem(key=next(iter(values)), reason=reason, suggestion="Keep one of them.")
-
-
-def _first(sizes: Mapping[str, int]) -> str:
-    return next(iter(sizes), "")
+        if value is not None and other_value is not None:
+            yield Problem(key=key, reason=f"{key} and {other} are both given", suggestion="Keep one of them.")
 
 
 def _first_group(group: Any) -> Any:
     """Return the group; DeepSpeed keeps one for each number of experts, in a mapping."""
     return next(iter(group.values()), None) if isinstance(group, Mapping) else group
-
-
-def _counts(value: Any) -> list[int]:
-    counts = value if isinstance(value, (list, tuple)) else [value or 1]
-    return [count for count in counts if count != 1]  # DeepSpeed's default is [1]: no experts
 
 
 def _policy(value: Any) -> Policy:
@@ -161,84 +181,3 @@ def _policy(value: Any) -> Policy:
 def _is_names(kind: Any, names: Any) -> bool:
     is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
     return isinstance(kind, type) and bool(names) and is_list
-
-
-def _problems(key: str, value: Any) -> Iterator[Problem]:
-    """Yield the problems of one key of KEYS and of the keys in it."""
-    if key in _SECTIONS and isinstance(value, Mapping):
-        checks = _SECTIONS[key]
-        for name, inner in value.items():
-            full = f"{key}.{name}"
-            if name not in checks:
-                close = nearest(name, list(checks))
-                hint = f"Did you mean {close[0]}?" if close else "Remove it."
-                yield Problem(key=full, reason=f"is not a key of {key}", suggestion=hint)
-            else:
-                yield from _check_value(full, inner, *checks[name])
-    else:
-        yield from _check_value(key, value, *_PLAIN[key])
-
-
-def _check_value(key: str, value: Any, is_good: Callable[[Any], bool], allowed: str) -> Iterator[Problem]:
-    if value is not None and not is_good(value):
-        yield Problem(key=key, given=value, reason=f"must be {allowed}")
-
-
-Check = tuple[Callable[[Any], bool], str]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-_COUNT: Check = (_is_count, "an integer >= 1")
-_TRUTH: Check = (lambda value: isinstance(value, bool), "true or false")
-_ANY: Check = (lambda value: True, "")
-_COUNTS: Check = (
-    lambda value: _is_count(value) or (isinstance(value, (list, tuple)) and all(map(_is_count, value))),
-    "an integer >= 1, or a list of them",
-)
-_KIND: Check = (
-    lambda value: value in ("standard", "residual"),
-    '"standard" or "residual"; layers define it themselves',
-)
-_NONE: Check = (lambda value: not value, "removed: tensor ranks have whole experts")
-_PLAN: Check = (
-    lambda value: isinstance(value, (Mapping, TensorPlan)),
-    'a mapping with "layer_specs", or a zpartition.tensor.TensorPlan',
-)
-_POLICY: Check = (
-    lambda value: isinstance(value, Mapping),
-    "a mapping from classes of blocks to names of layers in them",
-)
-_TENSOR: dict[str, Check] = {
-    "enabled": _TRUTH,
-    "tp_size": _COUNT,
-    "tp_grain_size": _COUNT,
-    "mpu": _ANY,
-    "tp_group": _ANY,
-    "partition_config": _PLAN,
-}
-_MOE: dict[str, Check] = {
-    "enabled": _TRUTH,
-    "ep_size": _COUNT,
-    "moe_experts": _COUNTS,
-    "num_experts": _COUNTS,
-    "type": _KIND,
-    "ep_group": _ANY,
-    "ep_mp_group": _NONE,
-}
-_SECTIONS: dict[str, dict[str, Check]] = {"tensor_parallel": _TENSOR, "tp": _TENSOR, "moe": _MOE}
-_PLAIN: dict[str, Check] = {
-    "tensor_parallel": _COUNT,
-    "tp": _COUNT,
-    "mp_size": _COUNT,
-    "mpu": _ANY,
-    "injection_policy": _POLICY,
-    "moe": _TRUTH,
-    "ep_size": _COUNT,
-    "ep_group": _ANY,
-    "ep_mp_group": _NONE,
-    "moe_experts": _COUNTS,
-    "moe_type": _KIND,
-}

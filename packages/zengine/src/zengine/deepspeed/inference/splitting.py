@@ -117,8 +117,7 @@ def _given_group(group_spec: ParallelGroup) -> ProcessGroup | None:
     found: ProcessGroup | None = group_spec.group
     if found is not None or group_spec.mpu is None:
         return found
-    getters = ("get_tensor_model_parallel_group", "get_model_parallel_group", "tensor")  # the last is zcomm.Groups'
-    name = next((name for name in getters if hasattr(group_spec.mpu, name)), "")
+    name = zcomm.mpu_getter(group_spec.mpu, "tensor", "group")
     if not name:
         raise ValueError(
             f"mpu= is a {type(group_spec.mpu).__name__} without get_model_parallel_group() and "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, final
 
-from zengine.config import Facts, load, resolve
+from zengine.config import ConfigError
+from zengine.config.grammar.source import read
+from zengine.config.grammar.table import Section, section_of
 from zengine.config.keys.telemetry import Comet, EventFiles, TensorBoard, Wandb
-from zengine.config.plan.telemetry import TelemetryPlan
+from zengine.deepspeed.section_model import SectionModel
 
 __all__ = [
     "CSVConfig",
@@ -18,21 +21,90 @@ __all__ = [
     "get_monitor_config",
 ]
 
-TensorBoardConfig: TypeAlias = TensorBoard
-WandbConfig: TypeAlias = Wandb
-CSVConfig: TypeAlias = EventFiles
-CometConfig: TypeAlias = Comet
-DeepSpeedMonitorConfig: TypeAlias = TelemetryPlan  # has the sections as attributes
 
-SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
+class _Files(SectionModel):
+    enabled: bool
+    output_path: str
+    job_name: str
 
 
-def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
-    """Return the sections of a config: a dict, whose other keys are ignored, a path or JSON text.
+@final
+class TensorBoardConfig(_Files):
+    """Section `tensorboard`."""
 
-    Raises zengine.config.ConfigError.
+    rows = section_of(TensorBoard)
+    title = "tensorboard"
+
+
+@final
+class CSVConfig(_Files):
+    """Section `csv_monitor`."""
+
+    rows = section_of(EventFiles)
+    title = "csv_monitor"
+
+
+@final
+class WandbConfig(SectionModel):
+    """Section `wandb`."""
+
+    rows = section_of(Wandb)
+    defaults: ClassVar[Mapping[str, Any]] = {"group": None, "team": None}
+    title = "wandb"
+    enabled: bool
+    project: str
+
+
+@final
+class CometConfig(SectionModel):
+    """Section `comet`."""
+
+    rows = section_of(Comet)
+    defaults: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("project", "workspace", "api_key", "experiment_name", "experiment_key", "online", "mode")
+    )
+    title = "comet"
+    enabled: bool
+    samples_log_interval: int
+
+
+SECTIONS: dict[str, type[SectionModel]] = {
+    "tensorboard": TensorBoardConfig,
+    "comet": CometConfig,
+    "wandb": WandbConfig,
+    "csv_monitor": CSVConfig,
+}
+
+
+@final
+class DeepSpeedMonitorConfig(SectionModel):
+    """The monitors' sections; `enabled` if one of them is."""
+
+    rows = Section(keys={name: kind.rows for name, kind in SECTIONS.items()})
+    defaults: ClassVar[Mapping[str, Any]] = SECTIONS
+    models: ClassVar[Mapping[str, type[SectionModel]]] = SECTIONS
+    title = "monitors"
+    tensorboard: TensorBoardConfig
+    comet: CometConfig
+    wandb: WandbConfig
+    csv_monitor: CSVConfig
+
+    @property
+    def enabled(self) -> bool:
+        """True if a monitor is on."""
+        return any(vars(self)[name].enabled for name in SECTIONS)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any] | str | os.PathLike[str]) -> DeepSpeedMonitorConfig:
+    """Return the sections of a config: a dict, a path or JSON text; other keys are not checked.
+
+    Raises as SectionModel does, and ConfigError for a file that cannot be read.
     """
-    config = param_dict
-    if isinstance(param_dict, Mapping):
-        config = {"train_batch_size": 1, **{name: param_dict[name] for name in SECTIONS if name in param_dict}}
-    return resolve(load(config), Facts(world_size=1, replicas=1)).telemetry
+    document: Any = param_dict
+    if not isinstance(param_dict, Mapping):
+        found = read(param_dict)
+        if found.problems:
+            raise ConfigError(found.source, found.problems)
+        document = found.data
+    sections: dict[str, Any] = {name: document.get(name) or {} for name in SECTIONS}
+    return DeepSpeedMonitorConfig(**sections)

@@ -24,7 +24,7 @@ class MonitorMaster(Monitor):
     """
 
     def __init__(self, monitor_config: Any) -> None:
-        plan = monitor_config if hasattr(monitor_config, "csv_monitor") else get_monitor_config(monitor_config)
+        plan: Any = monitor_config if hasattr(monitor_config, "csv_monitor") else get_monitor_config(monitor_config)
         super().__init__(plan)
         self.enabled = any(getattr(plan, name).enabled for name in SECTIONS)
         self.tb_monitor = TensorBoardMonitor(plan.tensorboard)

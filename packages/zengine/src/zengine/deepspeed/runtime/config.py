@@ -24,6 +24,7 @@ from zengine.deepspeed.comm.world import get_rank, get_world_size
 from zengine.deepspeed.compile.config import CompileConfig
 from zengine.deepspeed.datastates.config import DeepSpeedDataStatesConfig
 from zengine.deepspeed.module_inject.auto_ep_config import AutoEPConfig, parse_autoep_config
+from zengine.deepspeed.monitor.config import get_monitor_config
 from zengine.deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from zengine.deepspeed.runtime import constants as keys
 from zengine.deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
@@ -275,7 +276,6 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu: int | None = plan.batch.micro_batch_size
         self.gradient_accumulation_steps: int | None = plan.batch.accumulation
         self.gradient_clipping = plan.clip_norm
-        self.monitor_config = plan.telemetry  # for `MonitorMaster` and the monitors
         self.zero_optimization_stage = plan.zero.stage
         self.zero_enabled = plan.zero.stage > 0
         self.optimizer_name = plan.optimizer.type.lower() or None
@@ -328,6 +328,7 @@ class DeepSpeedConfig:
         self.checkpoint_config = get_checkpoint_config(document)
         self.compile_config = CompileConfig(**(document.get("compile") or {}))
         self.timers_config = get_timers_config(document)
+        self.monitor_config = get_monitor_config(document)
         self.tensor_parallel_config = get_tensor_parallel_config(document)
         self.expert_parallel_config = get_expert_parallel_config(document)
 

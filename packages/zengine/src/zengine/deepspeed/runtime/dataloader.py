@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from zengine.data import RepeatingLoader
+from zengine.deepspeed.accelerator.real_accelerator import get_accelerator
 from zengine.deepspeed.comm.world import get_rank, get_world_size
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
@@ -39,9 +40,10 @@ class DeepSpeedDataLoader:
     ) -> None:
         """Split `dataset` over the data-parallel ranks, unless `data_sampler` yields this rank's samples.
 
-        local_rank: -1 means one process, which reads all samples in random order.
+        local_rank: -1 means one process for all devices of the host, which reads all samples in random order:
+            `batch_size` is for one device, and batches have as many samples for each.
         tput_timer: an object whose `start()` is called before each batch, or None.
-        num_local_io_workers: processes that read; by default 2, as in DeepSpeed.
+        num_local_io_workers: processes that read; by default 2 for each device, as in DeepSpeed.
         deepspeed_dataloader_config: with a true "curriculum_learning" the samples are those of a
             DeepSpeedDataSampler with the section "data_efficiency".
         """
@@ -50,6 +52,8 @@ class DeepSpeedDataLoader:
         self.curriculum_learning_enabled = bool(config.get("curriculum_learning"))
         size = get_world_size() if data_parallel_world_size is None else data_parallel_world_size
         rank = get_rank() if data_parallel_rank is None else data_parallel_rank
+        is_for_all = local_rank < 0 or self.curriculum_learning_enabled
+        self.device_count = get_accelerator().device_count() if is_for_all else 1
         if self.curriculum_learning_enabled:
             data_sampler = DeepSpeedDataSampler(
                 config["data_efficiency"],
@@ -63,11 +67,13 @@ class DeepSpeedDataLoader:
                 drop_last=dataloader_drop_last,
             )
             num_local_io_workers = config["num_workers"]
-        elif data_sampler is None:
+        else:
+            batch_size *= self.device_count
+        if data_sampler is None:
             data_sampler = DistributedSampler(dataset, size, rank) if local_rank >= 0 else RandomSampler(dataset)
         self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
         self.pin_memory, self.tput_timer, self.data_sampler = pin_memory, tput_timer, data_sampler
-        self.num_local_io_workers = 2 if num_local_io_workers is None else num_local_io_workers
+        self.num_local_io_workers = 2 * self.device_count if num_local_io_workers is None else num_local_io_workers
         self.dataloader_drop_last = dataloader_drop_last
         self.post_process_func: Callable[[Any, Any], Any] | None = None  # (batch, state of the sampler) -> batch
         self.data: Iterator[Any] | None = None

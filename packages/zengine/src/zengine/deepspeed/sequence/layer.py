@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from zengine.deepspeed.comm import all_to_all_single
 from zengine.deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
+from zengine.deepspeed.moe.sharded_moe import _AllToAll
 from zpartition import ModelParallelGroup, sequence
 
 __all__ = ["DistributedAttention", "apply_rotary_pos_emb", "single_all_to_all", "uneven_heads_all2all"]
@@ -113,22 +113,15 @@ class _SeqAllToAll(Function):
         return None, grad, *(None,) * ctx.num_rest
 
 
-class _DimZeroAllToAll(Function):
+class _DimZeroAllToAll(_AllToAll):
     """All-to-all of dim 0, which has one entry for each rank; backward is the same."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup | None, input: Tensor) -> Tensor:
-        ctx.group = group
         size = ModelParallelGroup.of(group).size
         if input.shape[0] != size:
             raise ValueError(f"dim 0 of shape {list(input.shape)} must be the number of ranks, {size}")
-        output = torch.empty_like(input, memory_format=torch.contiguous_format)
-        all_to_all_single(output, input.contiguous(), group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> Any:
-        return None, _DimZeroAllToAll.apply(ctx.group, *grad_output)  # type: ignore[no-untyped-call]
+        return _AllToAll.forward(ctx, group, input)
 
 
 def _dim_zero_all_to_all(group: ProcessGroup | None, input: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from zengine.deepspeed.comm.world import (
     get_world_size,
     new_group,
 )
+from zengine.deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from zpartition.experts import MoE
 
 if TYPE_CHECKING:
@@ -43,11 +44,16 @@ __all__ = [
     "get_tensor_model_parallel_src_rank",
     "get_tensor_model_parallel_world_size",
     "initialize",
+    "set_tensor_model_parallel_rank",
+    "set_tensor_model_parallel_world_size",
     "use",
 ]
 
 mpu: Any = None  # of the last `initialize`; DeepSpeed has this name, too
-_expert = 1  # expert-parallel size of the last `initialize`
+mesh_device: Any = None  # DeviceMesh of the last `initialize`, likewise
+_degrees = zcomm.Degrees()  # set until there is an engine
+_tensor_position: dict[str, int] = {}  # "world_size" and "rank" that the caller set
+_zero_param_size = 0  # of `_create_zero_param_parallel_group`; 0: not called
 
 
 def _no_engine() -> Engine | None:
@@ -62,8 +68,13 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
     An engine reads ep_size from the layers, not from here.
     """
-    zcomm.Degrees(expert=ep_size).resolved(get_world_size())
-    globals().update(mpu=mpu, _expert=ep_size)
+    _set_degrees(zcomm.Degrees(expert=ep_size), mpu)
+
+
+def _set_degrees(degrees: zcomm.Degrees, unit: Any) -> None:
+    """Set groups until there is an engine.  Raises ValueError for sizes that do not multiply to the world size."""
+    degrees.resolved(get_world_size())
+    globals().update(mpu=unit, _degrees=degrees)
 
 
 def use(engine: Engine) -> None:
@@ -76,7 +87,12 @@ def _groups() -> Any:
     engine = _latest_engine()
     if engine is not None:
         return engine.parts.groups
-    return zcomm.Groups.of(zcomm.Degrees(expert=_expert), get_world_size(), get_rank()) if mpu is None else mpu
+    return _set_groups() if mpu is None else mpu
+
+
+def _set_groups() -> zcomm.Groups:
+    """Return the groups of the degrees that were set."""
+    return zcomm.Groups.of(_degrees, get_world_size(), get_rank())
 
 
 def _size(kind: str) -> int:
@@ -84,8 +100,7 @@ def _size(kind: str) -> int:
     named = getattr(groups, f"get_{kind}_world_size", None)
     if named is not None:
         return int(named())
-    group = getattr(groups, f"get_{kind}_group", None)
-    return 1 if group is None else get_world_size(group())
+    return get_world_size(_group(kind))
 
 
 def _rank(kind: str) -> int:
@@ -93,13 +108,13 @@ def _rank(kind: str) -> int:
     named = getattr(groups, f"get_{kind}_rank", None)
     if named is not None:
         return int(named())
-    group = getattr(groups, f"get_{kind}_group", None)
-    return 0 if group is None else get_rank(group())
+    return get_rank(_group(kind))
 
 
 def _group(kind: str) -> Any:
-    found = getattr(_groups(), f"get_{kind}_group", None)
-    return zcomm.Groups.of(zcomm.Degrees(), get_world_size(), get_rank()).tensor() if found is None else found()
+    getter = f"get_{kind}_group"
+    found = getattr(_groups(), getter, None) or getattr(_set_groups(), getter)
+    return found()
 
 
 def get_data_parallel_group() -> Any:
@@ -124,12 +139,28 @@ def get_model_parallel_group() -> Any:
 
 def get_model_parallel_world_size() -> int:
     """Return the size of that group."""
-    return _size("model_parallel")
+    return _tensor_position.get("world_size", _size("model_parallel"))
 
 
 def get_model_parallel_rank() -> int:
     """Return this rank's index in that group."""
-    return _rank("model_parallel")
+    return _tensor_position.get("rank", _rank("model_parallel"))
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Make the getters return `world_size`; None: the size of the group again."""
+    _set_position("world_size", world_size)
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Make the getters return `rank`; None: the index in the group again."""
+    _set_position("rank", rank)
+
+
+def _set_position(name: str, value: int | None) -> None:
+    _tensor_position.pop(name, None)
+    if value is not None:
+        _tensor_position[name] = value
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -188,6 +219,47 @@ def _create_expert_and_data_parallel(
             'alone, and other parallelism in the config ("tensor_parallel", "pipeline")'
         )
     initialize(ep_size=expert_parallel_size_, mpu=mpu)
+
+
+def _create_expert_data_and_model_parallel(
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Set groups of experts beside the tensor ranks of `mpu`, until there is an engine.
+
+    Raises ValueError for other ranks than consecutive ones, AssertionError (DeepSpeed's) for wrong sizes.
+    """
+    if use_data_before_expert_parallel_:
+        raise ValueError("experts are sharded over consecutive ranks: leave use_data_before_expert_parallel_ out")
+    tensor = bwc_tensor_model_parallel_world_size(mpu)
+    _ensure_divisibility(get_world_size(), tensor)
+    _ensure_divisibility(get_world_size() // tensor, expert_parallel_size_)
+    _set_degrees(zcomm.Degrees(expert=expert_parallel_size_, tensor=tensor), mpu)
+
+
+def _init_tp_mesh_device(
+    tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None
+) -> tuple[Any, Any] | None:
+    """Do as `_init_tp_groups_with_new_group`, unless tensor groups are set already: then return None."""
+    is_set = _degrees.tensor > 1
+    return None if is_set else _init_tp_groups_with_new_group(tensor_model_parallel_size, data_parallel_size)
+
+
+def _init_tp_groups_with_new_group(
+    tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None
+) -> tuple[Any, Any]:
+    """Set tensor-parallel groups of neighbours until there is an engine; return (data group, tensor group).
+
+    All ranks must call.  Raises AssertionError (DeepSpeed's) for sizes that do not multiply to the world size.
+    """
+    _ensure_divisibility(get_world_size(), tensor_model_parallel_size)
+    data = get_world_size() // tensor_model_parallel_size
+    assert data_parallel_size in (None, data), (
+        f"data_parallel_size ({data_parallel_size}) * tensor_model_parallel_size ({tensor_model_parallel_size}) must "
+        f"equal world_size ({get_world_size()})"
+    )
+    _set_degrees(zcomm.Degrees(tensor=tensor_model_parallel_size), mpu)
+    found = _set_groups()
+    return found.data(), found.tensor()
 
 
 def _get_max_expert_parallel_group() -> Any:
@@ -327,6 +399,62 @@ def _get_local_all_to_all_group() -> dict[str, Any]:
     if hosts > 1:
         found |= {f"global_{index}": list(range(index, world, devices)) for index in range(devices)}
     return {name: new_group(ranks) for name, ranks in found.items()}
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """Return {DeepSpeed's name: expert-parallel group}; an engine has one."""
+    return {_get_max_expert_size_name(): _get_expert_parallel_group()}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """Return {DeepSpeed's name: group of the ranks that hold the same experts}."""
+    return {_get_max_expert_size_name(): _get_expert_data_parallel_group()}
+
+
+def _create_zero_param_parallel_group(group_size: int) -> None:
+    """Set the ranks among which weights have a second copy: `group_size` neighbours; an engine has its own.
+
+    All ranks must call.  Raises AssertionError (DeepSpeed's) if it is set already, or if the size does not divide.
+    """
+    assert not _zero_param_size, "ZeRO parameter intra parallel group is already initialized"
+    size = min(group_size, get_world_size())
+    _ensure_divisibility(get_world_size(), size)
+    zcomm.consecutive_group(size)
+    globals().update(_zero_param_size=size)
+
+
+def _get_zero_param_intra_parallel_group() -> Any:
+    """Return the ranks among which weights have a second copy (zero_hpz_partition_size); None without them."""
+    engine = _latest_engine()
+    size = _zero_param_size if engine is None else engine.plan.zero.secondary_group_size
+    copy = None if engine is None else engine.parts.groups.gradient()
+    return (zcomm.consecutive_group(size, copy) or get_world_group()) if size else None
+
+
+def _zero_param_parallel_is_initialized() -> bool:
+    """Return True if weights have a second copy."""
+    return _get_zero_param_intra_parallel_group() is not None
+
+
+def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
+    return get_rank(_get_zero_param_intra_parallel_group())
+
+
+def _get_zero_param_intra_parallel_group_world_size() -> int:
+    return get_world_size(_get_zero_param_intra_parallel_group())
+
+
+def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
+    """Return the global ranks of that group."""
+    return get_all_ranks_from_group(_get_zero_param_intra_parallel_group())
+
+
+def _release_process_group_references(group: Any = None) -> None:
+    """Forget what was set here, and the latest engine, once the groups are destroyed; for a `group`, nothing."""
+    if group is None:
+        _tensor_position.clear()
+        values = {"mpu": None, "mesh_device": None, "_degrees": zcomm.Degrees(), "_zero_param_size": 0}
+        globals().update(values, _latest_engine=_no_engine)
 
 
 def _first(group: Any) -> int:

@@ -22,7 +22,14 @@ import zckpt
 from zengine.as_deepspeed import API_VERSION
 from zengine.checkpoint.jsonable import decode
 
-__all__ = ["get_checkpoint_files", "get_model_state_file", "get_model_state_files", "get_optim_files"]
+__all__ = [
+    "atoi",
+    "get_checkpoint_files",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
+    "natural_keys",
+]
 
 _MANIFEST = "manifest.json"  # in every folder of ours
 _MODEL_FILE = {False: "mp_rank_00_model_states.pt", True: "zero_pp_rank_0_mp_rank_00_model_states.pt"}  # by: stage 3
@@ -60,9 +67,17 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
     found = [str(path) for path in (_written(folder) if _is_ours(folder) else folder).glob(glob_pattern)]
     if not found:
         raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{folder}'")
-    return sorted(
-        found, key=lambda path: [int(text) if text.isdigit() else text for text in re.split(r"(\d+)", path)]
-    )
+    return sorted(found, key=natural_keys)
+
+
+def natural_keys(text: str) -> list[str | int]:
+    """Return a key that sorts numbers inside names by value."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def atoi(text: str) -> str | int:
+    """Return the number of a text of digits, other text unchanged."""
+    return int(text) if text.isdigit() else text
 
 
 def _existing(checkpoint_dir: str | os.PathLike[str]) -> Path:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,13 +27,16 @@ import zckpt.interchange
 from zengine.checkpoint.consensus import MODEL
 from zengine.checkpoint.weight_files import Entry, write_weights
 from zengine.deepspeed.utils.state_files import (
+    atoi,
     get_checkpoint_files,
     get_model_state_file,
     get_model_state_files,
     get_optim_files,
+    natural_keys,
 )
 
 __all__ = [
+    "atoi",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -42,8 +45,10 @@ __all__ = [
     "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
+    "natural_keys",
 ]
 
+log = logging.getLogger("zengine")
 _UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -115,19 +120,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the weights into `model`, which must not belong to an engine; return it.
+    """Move `model` to the CPU, load the weights into it and return it; it must not belong to an engine.
 
-    Older checkpoints have a tied weight under one name only.
+    Names that only one of the two has are left alone, as in DeepSpeed, and logged.
     """
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    model = model.cpu()
+    missing, unexpected = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), False)
     first = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first.keys()
-    if unexpected or set(missing) - tied:
-        raise ValueError(
-            f"the checkpoint in {checkpoint_dir} belongs to another model: missing "
-            f"{sorted(set(missing) - tied)[:5]}, unexpected {sorted(unexpected)[:5]}"
-        )
+    for what, names in (("the checkpoint lacks", set(missing) - tied), ("the model lacks", unexpected)):
+        if names:  # older checkpoints have a tied weight under one name only
+            log.warning("%s: %s %d names: %s", checkpoint_dir, what, len(names), ", ".join(sorted(names)[:5]))
     return model
 
 
@@ -146,19 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert_zero_checkpoint_to_fp32_state_dict(**vars(given))
     print(f"{given.checkpoint_dir}: wrote float32 weights to {given.output_dir}")
     return 0
-
-
-# Sorting of DeepSpeed's file names
-
-
-def natural_keys(text: str) -> list[str | int]:
-    """Return a key that sorts numbers inside names by value."""
-    return [atoi(part) for part in re.split(r"(\d+)", text)]
-
-
-def atoi(text: str) -> str | int:
-    """Return the number of a text of digits, other text unchanged."""
-    return int(text) if text.isdigit() else text
 
 
 # Reading

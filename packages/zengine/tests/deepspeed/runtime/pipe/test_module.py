@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,10 @@ def train_save_load(folder: str, stage: int) -> tuple[float, list[str], str]:
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
+    grid = model.mpu()
+    assert copy.deepcopy(model)._grid is None  # process groups cannot be copied
     engine = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.grid is model.mpu() is grid
     batch = [(torch.ones(2, 2), torch.ones(2, 1))]
     before = float(engine.eval_batch(iter(batch)))
     model.save_state_dict(folder, engine.checkpoint_engine)
@@ -73,6 +77,7 @@ def train_save_load(folder: str, stage: int) -> tuple[float, list[str], str]:
     with pytest.raises(FileNotFoundError) as caught:
         model.load_state_dir(f"{folder}/none", engine.checkpoint_engine)
     engine.close()
+    assert model._grid is None  # its groups ended with the engine
     return difference, sorted(path.name for path in Path(folder).iterdir()), str(caught.value)
 
 

@@ -21,6 +21,7 @@ from zengine.build.activation_checkpointing import make_checkpointing
 from zengine.config import ConfigError, load, violations
 from zengine.config.grammar.source import read
 from zengine.config.keys.parallel import ActivationCheckpointing
+from zengine.deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_rank
 from zpartition import ModelParallelGroup
 from zpartition.activations import Checkpointing, RandomStreams, Variant
 
@@ -37,10 +38,6 @@ __all__ = [
     "set_num_layers",
     "settings",
 ]
-
-# Getters of an mpu's tensor ranks; Megatron renamed them over time.
-_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group", "get_slice_parallel_group")
-_RANKS = ("get_tensor_model_parallel_rank", "get_model_parallel_rank", "get_slice_parallel_rank")
 
 
 @attrs.define(eq=False)
@@ -185,6 +182,6 @@ def _section(source: Any) -> dict[str, Any]:
 
 def _tensor_ranks(mpu: Any) -> tuple[ModelParallelGroup, int]:
     """Return (group, rank) of an mpu's tensor ranks; without a group it may still have a rank, for seeds."""
-    group = next((getattr(mpu, name)() for name in _GROUPS if hasattr(mpu, name)), None)
+    group = bwc_tensor_model_parallel_group(mpu)
     mp_group = ModelParallelGroup(None) if group is None else ModelParallelGroup.of(group)
-    return mp_group, next((int(getattr(mpu, name)()) for name in _RANKS if hasattr(mpu, name)), mp_group.rank)
+    return mp_group, bwc_tensor_model_parallel_rank(mpu)

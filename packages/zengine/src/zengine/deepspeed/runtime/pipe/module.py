@@ -30,6 +30,11 @@ __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 class PipelineModule(pipeline.PipelineModule):
     """The stages of this rank; see `zpartition.pipeline.PipelineModule`."""
 
+    _grid: PipelineParallelGrid | None = None  # of `mpu()`, or of the engine; copies of the module have none
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_grid"}
+
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
         """Layers of this rank in order: modules, functions, and tied modules with their forward function."""
@@ -77,7 +82,12 @@ class PipelineModule(pipeline.PipelineModule):
         return self.pipeline_position.num_ranks
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return the process groups of the grid; the first call is a collective of all ranks."""
+        """Return the process groups of the grid, the engine's if there is one.
+
+        The first call before an engine is a collective of all ranks.
+        """
+        if self._grid is None:
+            self._grid = PipelineParallelGrid(topology=self._topo)
         return self._grid
 
     @functools.cached_property
@@ -86,10 +96,6 @@ class PipelineModule(pipeline.PipelineModule):
             return self.given_topology
         stages = self.num_pipeline_stages()
         return PipeDataParallelTopology(num_pp=stages, num_dp=get_world_size() // stages)
-
-    @functools.cached_property
-    def _grid(self) -> PipelineParallelGrid:
-        return PipelineParallelGrid(topology=self._topo)
 
     # -- recomputation ---------------------------------------------------------------------------
 

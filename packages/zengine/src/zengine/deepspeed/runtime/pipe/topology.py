@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, final
 
 from zcomm import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -177,18 +178,27 @@ class PipelineParallelGrid:
 
 @final
 class PipelineGrid(Feature):
-    """`engine.grid` of a pipeline; its groups end with the engine.  Making one is a collective of all ranks."""
+    """`engine.grid` of a pipeline, and `module.mpu()`; its groups end with the engine.
 
-    def __init__(self, num_stages: int, tensor_ranks: int) -> None:
-        replicas = get_world_size() // (num_stages * tensor_ranks)
-        self.grid = PipelineParallelGrid(
-            PipeDataParallelTopology(num_stages, replicas)
-            if tensor_ranks == 1
-            else PipeModelDataParallelTopology(num_stages, tensor_ranks, replicas)
-        )
+    One that `module.mpu()` made before is used.  Making one is a collective of all ranks.
+    """
+
+    def __init__(self, module: Any, num_stages: int, tensor_ranks: int) -> None:
+        self._owner: Any = module if hasattr(module, "_grid") else SimpleNamespace(_grid=None)
+        found = self._owner._grid
+        if found is None or found.slice_parallel_size != tensor_ranks:
+            replicas = get_world_size() // (num_stages * tensor_ranks)
+            found = PipelineParallelGrid(
+                PipeDataParallelTopology(num_stages, replicas)
+                if tensor_ranks == 1
+                else PipeModelDataParallelTopology(num_stages, tensor_ranks, replicas)
+            )
+        self.grid: PipelineParallelGrid = found
+        self._owner._grid = found
 
     def close(self) -> None:
         """Destroy the groups."""
+        self._owner._grid = None
         self.grid.close()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zengine.deepspeed.runtime.partitioning import partition_uniform
 from zengine.deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 __all__ = ["TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"]
@@ -24,12 +25,6 @@ def split_tensor_along_last_dim(
     """Split the last dimension into parts of these sizes, as views unless `contiguous_split_chunks`."""
     parts = torch.split(tensor, partitions, dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
-
-
-def _bounds(num_items: int, num_parts: int) -> list[int]:
-    """Return the num_parts + 1 bounds of nearly equal parts, the larger ones first."""
-    size, larger = divmod(num_items, num_parts)
-    return [size * part + min(part, larger) for part in range(num_parts + 1)]
 
 
 class TiledLinear(nn.Module):
@@ -65,7 +60,10 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts, self.out_parts = _bounds(in_features, in_splits), _bounds(out_features, out_splits)
+        self.in_parts, self.out_parts = (
+            partition_uniform(in_features, in_splits),
+            partition_uniform(out_features, out_splits),
+        )
         ins, outs = _sizes(self.in_parts), _sizes(self.out_parts)
         self.linears = nn.ModuleList(
             nn.ModuleList(
@@ -86,7 +84,7 @@ class TiledLinear(nn.Module):
         if self.in_splits == 1:
             return [input_]
         if not self.input_is_already_split:
-            return self._split_global_input(input_, _sizes(_bounds(input_.shape[-1], self.in_splits)))
+            return self._split_global_input(input_, _sizes(partition_uniform(input_.shape[-1], self.in_splits)))
         if len(input_) != self.in_splits:
             raise ValueError(f"TiledLinear: the input has {len(input_)} parts, and in_splits is {self.in_splits}")
         return input_  # type: ignore[no-any-return]
