@@ -211,7 +211,13 @@ def _plain_tensor(value: JSON) -> TensorEntry | None:
                 return None
             numbers += (lo, hi)
         lists = value["pieces"], value["shape"], piece["box"], piece["span"]
-        if len(value) != 3 or len(piece) != 8 or dtype is None or {*map(type, numbers)} != {int}:
+        if (
+            len(shape) > _MAX_DIMS
+            or len(value) != 3
+            or len(piece) != 8
+            or dtype is None
+            or {*map(type, numbers)} != {int}
+        ):
             return None
         if {*map(type, lists)} != {list}:
             return None

@@ -186,7 +186,10 @@ def _exchange_address() -> int:
         return 0
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return int(pointer(table, b"dlpack_exchange_api") or 0)
+    try:
+        return int(pointer(table, b"dlpack_exchange_api") or 0)
+    except ValueError:  # a capsule of another kind
+        return 0
 
 
 def _checkout() -> Path | None:

@@ -22,6 +22,7 @@ Places = dict[str, int]  # the fields of zk_places
 
 _IMPL_WORDS = 22  # words that every TensorImpl has, at least
 _FEW_WORDS = 8
+_LEAST_ADDRESS = 1 << 16  # smaller words are numbers
 _SHAPE, _STRIDES, _OFFSET = (3, 5), (1013, 149), 17  # numbers that are nothing else in a tensor
 
 
@@ -29,9 +30,10 @@ def find_places() -> Places | None:
     """Return the places in this process; None if torch or Python are built in another way."""
     try:
         found = {**_tensor_places(), **_autograd_places(), **_container_places()}
-    except (AttributeError, LookupError):
+        extras = _float32(2), torch.ones(4, 3, dtype=torch.bfloat16, device="cpu")[1:]
+    except Exception:  # whatever another torch or Python, or a mode of torch, does here: the next reader needs less
         return None
-    for extra in (torch.ones(2), torch.ones(4, 3, dtype=torch.bfloat16)[1:]):  # the same in other tensors
+    for extra in extras:  # the same in other tensors
         impl = _word(id(extra) + found["impl"])
         storage = _word(impl + found["storage"])
         expected = (extra._cdata, extra.untyped_storage()._cdata, extra.storage_offset())
@@ -44,7 +46,7 @@ def find_places() -> Places | None:
 
 def _tensor_places() -> Places:
     """The implementation of a tensor object, its storage, and where the memory of that begins."""
-    tensor = torch.empty(6000).as_strided(_SHAPE, _STRIDES, _OFFSET)
+    tensor = _float32(6000).as_strided(_SHAPE, _STRIDES, _OFFSET)
     storage = tensor.untyped_storage()
     foreign = torch.frombuffer(bytearray(16), dtype=torch.float32).untyped_storage()  # its owner is no second address
     impl_words = _words(tensor._cdata, _IMPL_WORDS)
@@ -52,8 +54,8 @@ def _tensor_places() -> Places:
     for value in (*_SHAPE, *_STRIDES):
         if _position(impl_words, value) > offset:
             raise LookupError("sizes and strides lie behind the offset")
-    others = _words(tensor.to(torch.bfloat16)._cdata, _IMPL_WORDS)
-    plain = _words(torch.empty(6000).as_strided(_SHAPE, _STRIDES, _OFFSET)._cdata, _IMPL_WORDS)
+    other, twin = tensor.to(torch.bfloat16), _float32(6000).as_strided(_SHAPE, _STRIDES, _OFFSET)
+    others, plain = _words(other._cdata, _IMPL_WORDS), _words(twin._cdata, _IMPL_WORDS)
     kind = offset + 16  # the dtype, behind the number of elements
     if others[kind // 8] == impl_words[kind // 8] or plain[kind // 8] != impl_words[kind // 8]:
         raise LookupError("the dtype does not follow the number of elements")
@@ -68,12 +70,14 @@ def _tensor_places() -> Places:
 
 def _autograd_places() -> Places:
     """Autograd's record of a tensor, and the gradient in it."""
-    tensor, grad = torch.ones(3), torch.ones(3)
+    tensor, grad = _float32(3), _float32(3)
     before = _words(tensor._cdata, _IMPL_WORDS)
     tensor.requires_grad_()
     changed = [k for k, word in enumerate(_words(tensor._cdata, _IMPL_WORDS)) if word != before[k]]
     (meta,) = [k for k in changed if before[k] == 0] if len(changed) == 1 else _missing("autograd's record")
     record = _word(tensor._cdata + 8 * meta)
+    if record < _LEAST_ADDRESS or record % 8:
+        _missing("autograd's record")
     empty = _words(record, _FEW_WORDS)
     tensor.grad = grad
     place = _position(_words(record, _FEW_WORDS), grad._cdata)
@@ -93,10 +97,16 @@ def _container_places() -> Places:
         versions.add(_word(id(watched) + place))
         watched["a"] = value  # no other word of a dict changes here
     del watched["a"]
-    versions |= {_word(id(watched) + place), _word(id({}) + place)}
+    another: dict[str, object] = {}
+    versions |= {_word(id(watched) + place), _word(id(another) + place)}
     if len(versions) < 5:
         _missing("the version of a dict")
     return {"length": length, "items": array, "version": place}
+
+
+def _float32(numel: int) -> torch.Tensor:
+    """Return a tensor whose kind no default of torch changes."""
+    return torch.ones(numel, dtype=torch.float32, device="cpu")
 
 
 def _missing(what: str) -> Sequence[int]:

@@ -38,7 +38,10 @@ __all__ = ["GradStats", "grad_stats", "sum_of_squares"]
 
 
 _kind = operator.attrgetter("layout", "dtype", "device")
-_FLAGS = {True: torch.zeros(()), False: torch.ones(())}  # found_inf, by whether the sum is finite
+_FLAGS = {
+    True: torch.zeros((), device="cpu"),
+    False: torch.ones((), device="cpu"),
+}  # found_inf, by whether the sum is finite
 
 
 @attrs.frozen(eq=False)
@@ -56,7 +59,8 @@ class GradStats:
         """
         number("max_norm", max_norm, 0)
         if isinstance(loss_scale, (int, float)) and loss_scale > 0 and self.norm.device.type == "cpu":
-            return torch.tensor(_divisor(self.norm.item(), float(loss_scale), max_norm), dtype=torch.float32)
+            found = _divisor(self.norm.item(), float(loss_scale), max_norm)
+            return torch.tensor(found, dtype=torch.float32, device="cpu")
         scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=self.norm.device)
         if max_norm == 0:
             return scale.float()
@@ -79,7 +83,8 @@ def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
     given = [grad for grad in grads if grad is not None]
     total = _fast_squares(given)
     if total is not None:
-        return GradStats(torch.tensor(math.sqrt(total), dtype=torch.float64), _FLAGS[math.isfinite(total)].clone())
+        norm = torch.tensor(math.sqrt(total), dtype=torch.float64, device="cpu")
+        return GradStats(norm, _FLAGS[math.isfinite(total)].clone())
     kinds = _check_kinds(given)
     if given and given[0].device.type == "cuda" and backends.reason_without_kernels(given[0].device) is None:
         from zoptim.backends import gpu
@@ -97,7 +102,9 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     if grads and grads[0].device.type != "cpu":
         return grad_stats(grads).norm.square()
     found = _fast_squares(list(grads))
-    return _total(grads, _check_kinds(grads)) if found is None else torch.tensor(found, dtype=torch.float64)
+    if found is None:
+        return _total(grads, _check_kinds(grads))
+    return torch.tensor(found, dtype=torch.float64, device="cpu")
 
 
 def _fast_squares(grads: list[Tensor]) -> float | None:

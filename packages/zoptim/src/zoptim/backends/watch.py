@@ -89,10 +89,12 @@ class Trace:
         self.watch = NOTHING
         words = library.ffi.from_buffer("uint64_t[]", self.words)
         is_same = bool(library.lib.zk_is_traced(id(root), words, len(self.words)))
-        if is_same and library.reader is Reader.WORDS:
+        if not is_same:  # or a tensor that DLPack cannot view
+            return array("Q", _walk(root, [])) == self.words
+        if library.reader is Reader.WORDS:
             self.root = root
             self.watch = Watch.of(lambda *room: library.lib.zk_watch(id(root), *room), library)
-        return is_same
+        return True
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -172,6 +174,7 @@ class GradTrace:
                 result is Grads.SAME
                 and library.reader is Reader.WORDS
                 and all(param.dim() <= _MOST_DIM for param in params)
+                and all(type(tensor).grad is Tensor.grad for tensor in (*params, *weights))  # not a class's own
             ):
                 self.watch = Watch.of(
                     lambda *room: library.lib.zk_watch_grads(id(params), id(weights), *room), library

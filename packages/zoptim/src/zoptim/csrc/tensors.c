@@ -100,14 +100,6 @@ static int walk(tape *t, PyObject *object, int depth, int is_in_list) {
   return 1;
 }
 
-int64_t zk_trace(uint64_t root, uint64_t *words, int64_t capacity) {
-  tape t = {words, capacity, 0, 1};
-  PyGILState_STATE state = PyGILState_Ensure();
-  int is_complete = walk(&t, object_at(root), 0, 1);
-  PyGILState_Release(state);
-  return is_complete ? t.used : -1;
-}
-
 int zk_is_traced(uint64_t root, uint64_t *words, int64_t length) {
   tape t = {words, length, 0, 0};
   PyGILState_STATE state = PyGILState_Ensure();
@@ -252,9 +244,11 @@ int64_t zk_watch_grads(uint64_t params, uint64_t weights, uint64_t *at, uint64_t
 }
 
 int zk_is_unchanged(const uint64_t *at, const uint64_t *values, int64_t length) {
-  for (int64_t i = 0; i < length; i++)
-    if (*(const uint64_t *)(uintptr_t)at[i] != values[i]) return 0;
-  return 1;
+  PyGILState_STATE state = PyGILState_Ensure(); /* no object is freed between a word and the one it leads to */
+  int64_t i = 0;
+  while (i < length && *(const uint64_t *)(uintptr_t)at[i] == values[i]) i++;
+  PyGILState_Release(state);
+  return i == length;
 }
 
 /* Rows for sums ------------------------------------------------------------------------------------- */

@@ -62,12 +62,12 @@ int64_t zk_find_overlap(int64_t num_written, const uint64_t *starts, const uint6
 
 /* Use the table of DLPack's C exchange API for objects of class `type`.  Returns 0 for another version. */
 int zk_use_exchange(uint64_t table, uint64_t type);
-/* Record the length of lists, the identity of the tensors in them, of dicts and of their keys, and the addresses of
- * all tensors, in nested containers.  Returns the number of words, or -1: too many, or a tensor has no address. */
-int64_t zk_trace(uint64_t root, uint64_t *words, int64_t capacity);
+/* Compare nested containers with a record: the length of lists, the identity of the tensors in them, of dicts and of
+ * their keys, and the addresses of all tensors.  Returns 0 also if a tensor has no address for DLPack. */
 int zk_is_traced(uint64_t root, uint64_t *words, int64_t length);
 /* Record dtype, device, shape and strides of `.grad` of a list of parameters, where it is None of a list of weights
- * (which may be the same list), and the addresses.  Returns the number of words, or -1 as above. */
+ * (which may be the same list), and the addresses.  Returns the number of words, or -1: too many, or a tensor has no
+ * address. */
 int64_t zk_record_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int64_t capacity, uint64_t *addresses);
 /* Compare gradients with recorded kinds and store their addresses.  Returns 1 if one moved, else 0; -1 if the kinds
  * differ. */

@@ -222,12 +222,11 @@ class FlatOptimizer(CheckedOptimizer):
         """Use the gradients of this step.  Return False if they are of another kind and a new plan is needed."""
         params = self.param_groups[index]["params"]
         found = plan.grads.read(params, plan.weights)
-        if found is Grads.MOVED:
-            for batch in plan.batches:
-                if batch.path is UpdatePath.TORCH:
-                    batch.assign_grads(gradients(params, plan.weights))
-                else:
-                    self._bind_grads(index, batch, batch.grad_addresses(plan.grads.addresses))
+        for batch in plan.batches if found is not Grads.OTHER else ():
+            if batch.path is UpdatePath.TORCH:  # it holds tensors: one at the same address may be another
+                batch.assign_grads(gradients(params, plan.weights))
+            elif found is Grads.MOVED:
+                self._bind_grads(index, batch, batch.grad_addresses(plan.grads.addresses))
         return found is not Grads.OTHER
 
     def _bind_grads(self, index: int, batch: Batch, grads: array[int]) -> None:

@@ -310,6 +310,7 @@ class BucketGradient:
     def reset(self) -> None:
         """Drop every gradient, reduced or not; buffers return to the pool."""
         self.speculative_step.rollback(self.bucket.index)
+        self.detach_grads()  # first: `.grad` itself is a reference
         for shown in (self.local, self.kept):
             if shown is not None:
                 self._leave_held_views(shown)
@@ -323,7 +324,6 @@ class BucketGradient:
             slots.clear()
         self.plain.clear()
         self.phase = BucketPhase.IDLE
-        self.detach_grads()
 
     def _leave_held_views(self, buffer: torch.Tensor) -> None:
         """Give gradients in `buffer` that user code still refers to (`g = param.grad`) memory of their own."""

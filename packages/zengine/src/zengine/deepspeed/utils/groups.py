@@ -139,12 +139,12 @@ def get_model_parallel_group() -> Any:
 
 def get_model_parallel_world_size() -> int:
     """Return the size of that group."""
-    return _tensor_position.get("world_size", _size("model_parallel"))
+    return _tensor_position["world_size"] if "world_size" in _tensor_position else _size("model_parallel")
 
 
 def get_model_parallel_rank() -> int:
     """Return this rank's index in that group."""
-    return _tensor_position.get("rank", _rank("model_parallel"))
+    return _tensor_position["rank"] if "rank" in _tensor_position else _rank("model_parallel")
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
