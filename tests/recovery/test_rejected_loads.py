@@ -142,8 +142,8 @@ def test_a_rejected_load_in_the_middle_of_a_step_keeps_its_gradients(tmp_path: P
 
 @contextlib.contextmanager
 def failing_copies() -> Iterator[None]:
-    """Make the first rank's disk fail after two copied ranges."""
-    copy, seen = zckpt.loading.run_reads.fill, []
+    """Make the first rank's disk fail after two copied ranges, or after a batch of small tensors."""
+    copy, seen, fill_batch = zckpt.loading.run_reads.fill, [], zckpt.loading.small.Batch.fill
 
     def fill(*args: Any) -> int:
         seen.extend(args[0].shape[:1] if args[0].numel() > 1 else ())
@@ -151,7 +151,15 @@ def failing_copies() -> Iterator[None]:
             raise OSError(errno.EIO, "Input/output error", "a disk")
         return copy(*args)
 
-    with mock.patch.object(zckpt.loading.run_reads, "fill", fill):
+    def fill_and_fail(batch: Any, data: Any) -> None:
+        fill_batch(batch, data)
+        if zcomm.group_rank() == 0 and any(item.shard.name.startswith("model") for item in batch.items):
+            raise OSError(errno.EIO, "Input/output error", "a disk")
+
+    with (
+        mock.patch.object(zckpt.loading.run_reads, "fill", fill),
+        mock.patch.object(zckpt.loading.small.Batch, "fill", fill_and_fail),
+    ):
         yield
 
 
