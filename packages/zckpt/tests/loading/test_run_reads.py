@@ -117,6 +117,23 @@ def check_load(root: Path, tensors: dict[str, torch.Tensor], world: int, stage: 
         assert read <= 1.05 * wanted + headers, (world, stage, read / wanted)
 
 
+def test_tensors_that_are_cut_otherwise_are_gathered_by_few_opens_of_a_file(tmp_path: Path) -> None:
+    tensors = {f"w{index}": torch.rand(8, 6) for index in range(100)}
+    save(tmp_path, "a", tensors=tensors)
+    halves = [Shard(name, (8, 6), ((0, 8), (0, 3)), (0, 24), torch.zeros(24)) for name in tensors]
+    opened: list[int] = []
+
+    @attrs.frozen(eq=False)
+    class Opens(Counting):
+        def open(self, path: Path, *, once: bool = False) -> Reader:
+            opened.append("rank" in path.name)
+            return self.inner.open(path, once=once)
+
+    find(tmp_path, storage=Opens(LOCAL, [])).read(halves)  # type: ignore[arg-type]
+    assert all(half.tensor.view(8, 3).equal(tensors[half.name][:, :3]) for half in halves)
+    assert 1 <= sum(opened) <= 2, "one for the header, one for all runs"
+
+
 def test_a_flip_anywhere_in_a_chunk_around_the_slice_is_noticed_and_elsewhere_is_not(tmp_path: Path) -> None:
     path = save(tmp_path, "a", tensors={"w": torch.rand(100_000)})
     file = path / "rank00000.safetensors"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -39,6 +39,7 @@ from zckpt.storage.storage import Reader, Storage
 from zckpt.storage.thread_pool import run_jobs
 
 _JOB_NBYTES = 32 << 20
+_RUN_NBYTES = 512  # a run of few elements takes as long as one of so many bytes
 _THREAD_NBYTES = 8 << 20  # minimum bytes per thread
 
 _Work: TypeAlias = "Callable[[Reader], int]"  # reads some of a file; returns the bytes
@@ -98,7 +99,7 @@ class ReadRunner:
             for file, found in sorted(stretches.items())
             for stream in _streams(found, -(-nbytes // num_threads))
         )
-        gathers = (partial(self._read, file, [run]) for file, run in self._gather(scattered, work))
+        gathers = (partial(self._read, file, runs) for file, runs in self._gather(scattered, work))
         return sum(run_jobs(chain(streams, gathers), num_threads))
 
     def _read(self, file: str, work: Sequence[_Work]) -> int:
@@ -118,11 +119,23 @@ class ReadRunner:
                     begin, nbytes = piece.offset + int(runs.source[0]) * itemsize, int(runs.length[0]) * itemsize
                     yield piece.file, _Stretch(begin, nbytes, partial(self._run, item, piece, runs, work))
 
-    def _gather(self, found: Sequence[tuple[ReadItem, Piece]], work: _Pass) -> Iterator[tuple[str, _Work]]:
-        for item, piece in found:
-            for batch in intersect(item.region, piece.region):
-                for runs in _split_run(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
-                    yield piece.file, partial(self._run, item, piece, runs, work)
+    def _gather(self, found: Sequence[tuple[ReadItem, Piece]], work: _Pass) -> Iterator[tuple[str, list[_Work]]]:
+        """Jobs of one file each, in the order of their offsets: opening a file may be a request over a network."""
+        in_order = sorted(found, key=lambda pair: (pair[1].file, pair[1].offset))
+        for file, pairs in groupby(in_order, key=lambda pair: pair[1].file):
+            job: list[_Work] = []
+            cost = 0
+            for item, piece in pairs:
+                itemsize = item.entry.dtype.itemsize
+                for batch in intersect(item.region, piece.region):
+                    for runs in _split_run(batch, _JOB_NBYTES // itemsize):
+                        job.append(partial(self._run, item, piece, runs, work))
+                        cost += int(runs.length.sum()) * itemsize + len(runs) * _RUN_NBYTES
+                        if cost >= _JOB_NBYTES:
+                            yield file, job
+                            job, cost = [], 0
+            if job:
+                yield file, job
 
     def _run(self, item: ReadItem, piece: Piece, runs: Runs, work: _Pass, reader: Reader) -> int:
         checks = NoChecks() if work is _Pass.FILL else self.verifier.checks(piece)
