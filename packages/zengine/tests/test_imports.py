@@ -19,8 +19,10 @@ from zengine.imports import homes_below, lazy_attributes
 def test_a_name_is_imported_on_first_use_and_kept(monkeypatch):
     package = types.ModuleType("lazy_example")
     monkeypatch.setitem(sys.modules, package.__name__, package)
-    package.__getattr__ = lazy_attributes(package.__name__, {"OrderedDict": "collections"})
+    package.__all__ = ["OrderedDict"]
+    package.__getattr__, package.__dir__ = lazy_attributes(package.__name__, {"OrderedDict": "collections"})
     assert "OrderedDict" not in vars(package)
+    assert "OrderedDict" in dir(package)
     from collections import OrderedDict
 
     assert package.OrderedDict is OrderedDict
@@ -32,7 +34,7 @@ def test_a_name_is_imported_on_first_use_and_kept(monkeypatch):
 def test_an_old_name_is_an_error_that_has_the_new_one(monkeypatch):
     package = types.ModuleType("renamed_example")
     monkeypatch.setitem(sys.modules, package.__name__, package)
-    package.__getattr__ = lazy_attributes(package.__name__, {}, {"Old": "renamed_example.New"})
+    package.__getattr__, _ = lazy_attributes(package.__name__, {}, {"Old": "renamed_example.New"})
     with pytest.raises(
         AttributeError, match=r"renamed_example\.Old was renamed in 0\.3\.0; use renamed_example\.New\."
     ):
@@ -63,7 +65,7 @@ def test_a_name_may_differ_from_that_in_its_module_and_submodules_are_names(tmp_
     (tmp_path / "lazy_folder/no_package").mkdir()
     (tmp_path / "lazy_folder/__init__.py").write_text("""
 from zengine.imports import lazy_attributes
-__getattr__ = lazy_attributes(__name__, {"Ordered": "collections:OrderedDict"}, with_submodules=True)
+__getattr__, _ = lazy_attributes(__name__, {"Ordered": "collections:OrderedDict"}, with_submodules=True)
 """)
     monkeypatch.syspath_prepend(tmp_path)
     from collections import OrderedDict

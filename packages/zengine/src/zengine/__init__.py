@@ -65,8 +65,4 @@ _HOME_OF = {
 
 RENAMED = {"Culprit": "zengine.NonFiniteGradient"}
 
-__getattr__ = lazy_attributes(__name__, _HOME_OF, RENAMED)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+__getattr__, __dir__ = lazy_attributes(__name__, _HOME_OF, RENAMED)

@@ -26,8 +26,8 @@ def lazy_attributes(
     renamed: Mapping[str, str] = MappingProxyType({}),
     *,
     with_submodules: bool = False,
-) -> Callable[[str], Any]:
-    """Return a `__getattr__` (PEP 562) for `package`, whose public names are imported on first use.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` (PEP 562) of `package`, whose public names are imported on first use.
 
     homes: public name -> module that defines it, or `module:name` if it has another name there.  renamed: old name ->
     path of the new one; an old name raises AttributeError (ImportError in `from package import name`) with that path.
@@ -49,7 +49,11 @@ def lazy_attributes(
         setattr(sys.modules[package], name, found)
         return found
 
-    return attribute
+    def names() -> list[str]:
+        imported = vars(sys.modules[package])
+        return sorted({*imported, *imported["__all__"]})
+
+    return attribute, names
 
 
 def homes_below(package: str, names: Mapping[str, str]) -> dict[str, str]:

@@ -68,8 +68,4 @@ _HOME_OF = homes_below(
     },
 )  # imported on first use: a config is checked without torch, and resolved with it
 
-__getattr__ = lazy_attributes(__name__, _HOME_OF, RENAMED)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+__getattr__, __dir__ = lazy_attributes(__name__, _HOME_OF, RENAMED)

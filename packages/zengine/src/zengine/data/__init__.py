@@ -81,8 +81,4 @@ _HOME_OF = homes_below(
     },
 )  # imported on first use: the config needs the orders, and neither loaders nor torch
 
-__getattr__ = lazy_attributes(__name__, _HOME_OF, RENAMED)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+__getattr__, __dir__ = lazy_attributes(__name__, _HOME_OF, RENAMED)

@@ -125,8 +125,4 @@ _HOME_OF |= {
     "dist": f"{__name__}:comm",
 }
 
-__getattr__ = lazy_attributes(__name__, _HOME_OF, with_submodules=True)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(__name__, _HOME_OF, with_submodules=True)

@@ -50,8 +50,4 @@ _HOME_OF = homes_below(
     },
 )  # imported on first use: a feature that is off is absent
 
-__getattr__ = lazy_attributes(__name__, _HOME_OF)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+__getattr__, __dir__ = lazy_attributes(__name__, _HOME_OF)

@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["FlopsProfiler", "get_model_profile"]
 
-__getattr__ = lazy_attributes(__name__, dict.fromkeys(__all__, "zengine.flops.profiler"))
+__getattr__, __dir__ = lazy_attributes(__name__, dict.fromkeys(__all__, "zengine.flops.profiler"))

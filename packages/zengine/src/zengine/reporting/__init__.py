@@ -12,4 +12,4 @@ __all__ = ["NoRunError", "RecordedRun", "read_run", "write_report"]
 
 RENAMED = {"Run": "zengine.reporting.RecordedRun"}
 
-__getattr__ = lazy_attributes(__name__, {}, RENAMED)
+__getattr__, __dir__ = lazy_attributes(__name__, {}, RENAMED)

@@ -34,4 +34,4 @@ RENAMED = {
     "get_model_profile": "zengine.flops.get_model_profile",
 }
 
-__getattr__ = lazy_attributes(__name__, _HOME_OF, RENAMED)
+__getattr__, __dir__ = lazy_attributes(__name__, _HOME_OF, RENAMED)

@@ -46,8 +46,4 @@ _HOME_OF = homes_below(
     },
 )  # imported on first use
 
-__getattr__ = lazy_attributes(__name__, _HOME_OF, with_submodules=True)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(__name__, _HOME_OF, with_submodules=True)

@@ -11,8 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["experts", "layer", "mappings", "sharded_moe", "utils"]
 
-__getattr__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use

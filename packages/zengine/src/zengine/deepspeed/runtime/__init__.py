@@ -39,8 +39,4 @@ __all__ = [
     "zero",
 ]
 
-__getattr__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use

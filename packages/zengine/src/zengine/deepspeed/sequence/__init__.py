@@ -11,8 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["cross_entropy", "fpdt_layer", "layer", "vocab_parallel_ops"]
 
-__getattr__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(__name__, {}, with_submodules=True)  # imported on first use

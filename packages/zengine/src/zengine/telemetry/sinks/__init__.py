@@ -18,4 +18,4 @@ RENAMED = {
     "training_goes_on": "zengine.telemetry.sinks.log_os_errors",
 }
 
-__getattr__ = lazy_attributes(__name__, {}, RENAMED)
+__getattr__, __dir__ = lazy_attributes(__name__, {}, RENAMED)
