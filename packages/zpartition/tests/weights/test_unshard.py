@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from zcomm.testing import run_ranks
@@ -24,7 +25,8 @@ def make(**fields: int) -> tuple[Unsharder, list[Unit]]:
     for bucket in reversed(plan_layout(specs, world_size=2, num_shards=2).buckets):
         storages.append(ShardedStorage.of(bucket, params, policy, Ranks.of(None, policy)))
         storages[-1].adopt(None)
-    unsharder = Unsharder.of(storages, policy, Ranks.of(None, policy), torch.device("cpu"))
+    module = nn.ModuleDict({f"u{i}": nn.Identity() for i in range(5)})
+    unsharder = Unsharder.of(module, storages, policy, Ranks.of(None, policy), torch.device("cpu"))
     return unsharder, list(unsharder.units.values())
 
 
@@ -68,6 +70,29 @@ def test_the_second_step_gathers_ahead_and_a_new_way_is_followed() -> None:
     second = ["01", "12", "23", "3"]
     third = ["01", "13", "14"]  # a wrong guess stays until the end of the step
     assert run_ranks(_gathers_ahead, 2) == [(first + second + third, 2 * NUMEL)] * 2
+
+
+def _keeps_to_two_units() -> tuple[list[str], int]:
+    unsharder, units = make()
+    seen = []
+    for _ in range(2):
+        for index in range(5):
+            unsharder.unshard(units[index])
+            seen.append(whole(unsharder))
+            unsharder.reshard(units[index])
+        with unsharder.backward():
+            seen.append(whole(unsharder))
+            for index in reversed(range(5)):
+                unsharder.unshard(units[index])
+                unsharder._release(units[index])
+        unsharder.end_step()
+    return seen, unsharder.peak_numel
+
+
+def test_by_default_one_unit_is_gathered_ahead_and_the_last_ones_stay() -> None:
+    first = ["0", "1", "2", "3", "4", ""]
+    second = ["01", "12", "23", "34", "34", "34"]
+    assert run_ranks(_keeps_to_two_units, 2) == [(first + second, 2 * NUMEL)] * 2
 
 
 def _two_backwards() -> list[str]:
@@ -121,7 +146,7 @@ def test_a_unit_whose_gradients_have_arrived_is_released() -> None:
 
 
 def _reuse_distance() -> str:
-    unsharder, units = make(max_reuse_numel=2 * NUMEL, prefetch_numel=0)
+    unsharder, units = make(max_live_numel=9 * NUMEL, max_reuse_numel=2 * NUMEL, prefetch_numel=0)
     for _ in range(2):  # in the second step the distances are known
         for index in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0):
             unsharder.unshard(units[index])

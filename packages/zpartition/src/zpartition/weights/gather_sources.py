@@ -18,6 +18,7 @@ masters instead of the weights (an edit would show before it is published).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
 import attrs
@@ -28,9 +29,10 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.layout.layout import Bucket
 from zpartition.layout.policy import ZeroPolicy
+from zpartition.layout.residence import residence
 from zpartition.memory.buffers import BufferPool, flat_zeros
 
-__all__ = ["SHARDS", "GatherSource", "kept_bytes", "source_for"]
+__all__ = ["SHARDS", "GatherSource", "kept_bytes", "most_gathered_bytes", "source_for"]
 
 WEIGHT_BLOCK = 256  # elements that share a scale
 
@@ -159,3 +161,16 @@ def kept_bytes(bucket: Bucket, policy: ZeroPolicy, *, is_trained: bool) -> int:
     codes = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(bucket.span_numel) if bits else 0
     part = bucket.numel // policy.secondary_group_size * bucket.dtype.itemsize if secondary else 0
     return codes + part
+
+
+def most_gathered_bytes(units: Mapping[str, int], buckets: Sequence[Bucket], policy: ZeroPolicy) -> int:
+    """Return the most bytes of whole units: the buffers of `buckets`, and the largest message of few bits.
+
+    units: elements by name, in the order of their modules.
+    """
+    widest = max((bucket.dtype.itemsize for bucket in buckets), default=0)
+    bits = max(policy.weight_bits, policy.frozen_weight_bits)
+    code = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK) if bits else None
+    received = max((b.num_shards * code.num_bytes(b.span_numel) for b in buckets), default=0) if code else 0
+    most_numel = residence(units, policy, buckets[0].num_shards).most_numel if buckets else 0
+    return min(sum(units.values()), most_numel) * widest + received

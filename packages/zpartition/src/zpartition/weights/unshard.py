@@ -7,14 +7,15 @@ must gather in the same order.
 Design.  `unshard(unit)` is the only entry point; it also prefetches.  It is called when one of the unit's modules is
 entered, when autograd unpacks a saved weight, and when a running module reads a parameter of another unit.
 Correctness does not depend on the caller, so no graph analysis is needed.  A unit is resharded
-- when its module returns, unless all unsharded units fit into `policy.max_live_numel` and it is used again before
-  `policy.max_reuse_numel` elements of others: then backward finds it;
+- when its module returns, unless it is the next one to be gathered, or the policy lets units stay (residence.py) and
+  it is used again before `policy.max_reuse_numel` elements of others: then backward finds it;
 - in backward: when every gradient of the unit has arrived; when it is evicted, see [Note: room]; when backward ends;
 - when the optimizer has updated the weights, because then it is outdated.
 
 The sequence of uses is recorded.  From the second step on, each use prefetches what was used next in the last step,
-up to `policy.prefetch_numel` elements ahead, but not beyond the end of a backward, where everything is released.  A
-step with another sequence is followed and recorded anew: a wrong guess costs a gather, never a wrong result.
+at least a unit and up to `policy.prefetch_numel` elements ahead, but not beyond the end of a backward, where
+everything is released.  A step with another sequence is followed and recorded anew: a wrong guess costs a gather,
+never a wrong result.
 
 [Note: room] Some gradients never arrive: of frozen weights, of unused experts.  A unit that waits for one would stay
 until the end of the backward, with all others like it.  So in backward the least recently used units are released
@@ -39,13 +40,16 @@ from typing import final
 
 import attrs
 import torch
+from torch import nn
 
 import zcomm
 from zpartition import _compat
 from zpartition.layout.policy import OffloadStateType, ZeroPolicy
 from zpartition.layout.ranks import Ranks
-from zpartition.layout.units import encloses, nested_numel
+from zpartition.layout.residence import NO_RESIDENCE, Residence, residence, unit_numels
+from zpartition.layout.units import encloses
 from zpartition.memory.buffers import BufferPool
+from zpartition.weights.gather_sources import most_gathered_bytes
 from zpartition.weights.sharded import ShardedState, ShardedStorage
 
 __all__ = ["UNKNOWN_READER", "Unit", "Unsharder"]
@@ -113,8 +117,7 @@ class Unsharder:
     offloaded: frozenset[OffloadStateType] | None = None  # states that offload_states has moved; None: none
     live_numel: int = 0  # elements of units that are not SHARDED
     peak_numel: int = 0  # maximum of `live_numel` so far
-    largest_numel: int = 0  # elements of the largest unit
-    room_numel: int = 0  # for units in backward, see [Note: room]
+    limits: Residence = NO_RESIDENCE
     recent: dict[str, Unit] = attrs.field(factory=dict)  # used in this backward and not evicted, in order of last use
     recent_numel: int = 0  # elements of `recent`
     order: list[Unit] = attrs.field(factory=list)  # uses in the last step
@@ -125,23 +128,24 @@ class Unsharder:
     @classmethod
     def of(
         cls,
+        module: nn.Module,
         storages: Sequence[ShardedStorage],
         policy: ZeroPolicy,
         ranks: Ranks,
         device: torch.device,
     ) -> Unsharder:
-        """Return the units of `storages`, by the names in their buckets, in their order."""
+        """Return the units of `storages`, which hold parameters of `module`, by the names in their buckets."""
         members: dict[str, list[ShardedStorage]] = {}
         for storage in storages:
             assert storage.bucket.unit is not None
             members.setdefault(storage.bucket.unit, []).append(storage)
         units = {name: Unit(name, tuple(found)) for name, found in members.items()}
-        numels = {name: unit.numel for name, unit in units.items()}
-        largest_numel = max(numels.values(), default=0)
-        room_numel = max(policy.max_live_numel, nested_numel(numels) + largest_numel)
+        buckets = [storage.bucket for storage in storages]
+        numels = unit_numels(module, buckets)
+        limits = residence(numels, policy, buckets[0].num_shards if buckets else 1)
+        pool = BufferPool(device, limit_bytes=most_gathered_bytes(numels, buckets, policy))
         trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.is_trained}
-        pool = BufferPool(device)
-        return cls(policy, ranks, units, pool, trained, largest_numel=largest_numel, room_numel=room_numel)
+        return cls(policy, ranks, units, pool, trained, limits=limits)
 
     # -- unshard and reshard ---------------------------------------------------------------------
 
@@ -173,12 +177,13 @@ class Unsharder:
             self._prefetch(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Release `unit`, unless a call holds it or unsharded units may stay."""
+        """Release `unit`, unless a call holds it or it may stay."""
         if unit.depth or _compat.is_in_backward():
             return
         unit.is_used = False
-        is_too_much = self.live_numel > self.policy.max_live_numel
-        if is_too_much or unit.mode is UnshardMode.EXACT or self._distance(unit) > self.policy.max_reuse_numel:
+        may_stay = self.live_numel <= self.limits.stay_numel and self._distance(unit) <= self.policy.max_reuse_numel
+        may_stay = may_stay or (self.live_numel <= self.limits.next_numel and self._is_next(unit))
+        if not may_stay or unit.mode is UnshardMode.EXACT:
             self._release(unit)  # exact weights too: reading them must not change what later steps compute
 
     def arrived(self, bucket_index: int) -> None:
@@ -322,9 +327,9 @@ class Unsharder:
         if self.recent.pop(unit.name, None) is None:
             self.recent_numel += unit.numel
         self.recent[unit.name] = unit
-        node = None if self.recent_numel <= self.room_numel else _compat.running_node()
+        node = None if self.recent_numel <= self.limits.backward_numel else _compat.running_node()
         for other in list(self.recent.values()) if node is not None else ():
-            if self.recent_numel <= self.room_numel:
+            if self.recent_numel <= self.limits.backward_numel:
                 return
             if not other.depth and other.reader not in (node, UNKNOWN_READER) and not encloses(other.name, unit.name):
                 del self.recent[other.name]
@@ -354,13 +359,13 @@ class Unsharder:
         for upcoming in self.order[self._next : self._next + _READ_AHEAD]:
             for storage in upcoming.storages:
                 storage.begin_reading()
-        ahead = 0
-        for upcoming in self.order[self._next :]:
-            ahead += upcoming.numel
-            if upcoming is _PAUSE or ahead > self.policy.prefetch_numel:
+        ahead, most = 0, self.policy.prefetch_numel
+        for upcoming in self.order[self._next :] if most else ():
+            if upcoming is _PAUSE or (ahead and ahead + upcoming.numel > most):
                 break
+            ahead += upcoming.numel
             if upcoming.is_sharded:
-                if not self._has_room(upcoming):
+                if self.live_numel + upcoming.numel > self.limits.ahead_numel:
                     break  # gather no later unit first: the order must be equal on ranks that have room
                 self._gather(upcoming)
 
@@ -371,9 +376,10 @@ class Unsharder:
         pauses = (i for i in range(self._next, len(self.order)) if self.order[i] is _PAUSE)
         self._next = next(pauses, self._next - 1) + 1
 
-    def _has_room(self, unit: Unit) -> bool:
-        """Return whether gathering `unit` ahead keeps to `max_live_numel`, or to the two largest units."""
-        return self.live_numel + unit.numel <= max(self.policy.max_live_numel, 2 * self.largest_numel)
+    def _is_next(self, unit: Unit) -> bool:
+        """Return whether, once sharded, `unit` would be the next one to be gathered, by the last step's order."""
+        upcoming = (each for each in self.order[self._next :] if each is unit or each is _PAUSE or each.is_sharded)
+        return next(upcoming, None) is unit
 
     def _distance(self, unit: Unit) -> int:
         """Return the elements used before `unit` is used again, by the last step's order; 0 if unknown."""
