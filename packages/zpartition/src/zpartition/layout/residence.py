@@ -5,7 +5,8 @@ Problem.  Whole units are what stage 3 exists to avoid, and a step waits wheneve
 Design.  By default a rank holds what a step without waiting needs and no more: the unit that is called, those whose
 calls enclose it, and the one after it, which is gathered meanwhile.  The largest of these sums over all neighbours
 bounds forward and backward alike.  A unit stays after its call only if its next use would have it gathered at once.
-Where even this takes as much memory as sharding saves (few large units on two ranks), nothing is gathered ahead.
+Where even this takes as much memory as sharding saves (few large units on two ranks), units are gathered ahead only
+as far as the largest call leaves room.
 
 `policy.max_live_numel` replaces this by a number of elements, as in DeepSpeed: units stay after forward until the
 limit is reached, and backward need not gather them again.
@@ -17,16 +18,16 @@ memory than stage 2.  Two of the largest unit: an embedding that is called once 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import attrs
 from torch import nn
 
 from zpartition.layout.layout import Bucket
 from zpartition.layout.policy import ZeroPolicy
-from zpartition.layout.units import encloses, nested_numel
+from zpartition.layout.units import nested_numel
 
-__all__ = ["NO_RESIDENCE", "Residence", "residence", "unit_numels", "working_numel"]
+__all__ = ["NO_RESIDENCE", "Residence", "enclosing_units", "residence", "unit_numels", "working_numel"]
 
 
 @attrs.frozen
@@ -64,14 +65,15 @@ def residence(units: Mapping[str, int], policy: ZeroPolicy, num_shards: int) -> 
 
 def working_numel(units: Mapping[str, int]) -> int:
     """Return the most elements of two units in succession and of all whose calls enclose them."""
-    names = list(units)
-    pairs = zip(names, [*names[1:], names[-1]]) if names else ()
-    return max((sum(units[name] for name in _enclosing(pair, names)) for pair in pairs), default=0)
+    chains = [enclosing_units(name, units) for name in units]
+    pairs = zip(chains, [*chains[1:], *chains[-1:]])
+    return max((sum(units[name] for name in first | second) for first, second in pairs), default=0)
 
 
-def _enclosing(inner: Iterable[str], names: Iterable[str]) -> list[str]:
-    wanted = tuple(inner)
-    return [name for name in names if any(encloses(name, each) for each in wanted)]
+def enclosing_units(name: str, units: Container[str]) -> set[str]:
+    """Return the units whose calls enclose that of `name`, itself included."""
+    parts = name.split(".")
+    return {path for count in range(len(parts) + 1) if (path := ".".join(parts[:count])) in units}
 
 
 def unit_numels(module: nn.Module, buckets: Iterable[Bucket]) -> dict[str, int]:

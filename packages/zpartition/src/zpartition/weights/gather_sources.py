@@ -18,6 +18,7 @@ masters instead of the weights (an edit would show before it is published).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
@@ -164,13 +165,14 @@ def kept_bytes(bucket: Bucket, policy: ZeroPolicy, *, is_trained: bool) -> int:
 
 
 def most_gathered_bytes(units: Mapping[str, int], buckets: Sequence[Bucket], policy: ZeroPolicy) -> int:
-    """Return the most bytes of whole units: the buffers of `buckets`, and the largest message of few bits.
+    """Return the most bytes of whole units: the buffers of `buckets`, and the messages of few bits that fill them.
 
     units: elements by name, in the order of their modules.
     """
-    widest = max((bucket.dtype.itemsize for bucket in buckets), default=0)
+    if not buckets:
+        return 0
+    most_numel = min(sum(units.values()), residence(units, policy, buckets[0].num_shards).most_numel)
     bits = max(policy.weight_bits, policy.frozen_weight_bits)
     code = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK) if bits else None
-    received = max((b.num_shards * code.num_bytes(b.span_numel) for b in buckets), default=0) if code else 0
-    most_numel = residence(units, policy, buckets[0].num_shards).most_numel if buckets else 0
-    return min(sum(units.values()), most_numel) * widest + received
+    received = max(b.num_shards * code.num_bytes(b.span_numel) / b.numel for b in buckets) if code else 0
+    return math.ceil(most_numel * (max(bucket.dtype.itemsize for bucket in buckets) + received))
