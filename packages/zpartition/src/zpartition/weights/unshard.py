@@ -78,7 +78,6 @@ class Unit:
     numel: int = attrs.field(init=False)  # elements of all its buckets, padding included
     depth: int = 0  # running calls of its modules, and `gathered` blocks, that hold it
     is_used: bool = False  # unsharded on request (not only prefetched) since it was last resharded
-    is_borrowed: bool = False  # gathered by a read outside of the model's calls
     mode: UnshardMode = UnshardMode.COMPUTE  # of the current gather, or of the next one
     missing: set[int] = attrs.field(factory=set)  # trainable buckets whose gradients have not all arrived
     reader: int | None = None  # the last autograd node that unpacked one of its weights
@@ -123,6 +122,7 @@ class Unsharder:
     limits: Residence = NO_RESIDENCE
     recent: dict[str, Unit] = attrs.field(factory=dict)  # used in this backward and not evicted, in order of last use
     recent_numel: int = 0  # elements of `recent`
+    borrowed: set[str] = attrs.field(factory=set)  # units gathered by reads outside of the model's calls
     finished: set[str] = attrs.field(factory=set)  # units of `recent` that this backward does not use again
     order: list[Unit] = attrs.field(factory=list)  # uses in the last step
     order_numel: int = 0  # elements of `order`, counted for each use
@@ -172,7 +172,8 @@ class Unsharder:
         if not is_new:
             return
         with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
-            unit.is_borrowed |= exact and unit.is_sharded
+            if exact and unit.is_sharded:
+                self.borrowed.add(unit.name)
             if not unit.is_used:
                 self._unshard(unit)
             if not exact:
@@ -193,7 +194,7 @@ class Unsharder:
         if unit.depth or _compat.is_in_backward():
             return
         unit.is_used = False
-        if unit.is_borrowed or unit.mode is UnshardMode.EXACT or not (exact or self._may_stay(unit)):
+        if unit.name in self.borrowed or unit.mode is UnshardMode.EXACT or not (exact or self._may_stay(unit)):
             self._release(unit)  # exact weights too: reading them must not change what later steps compute
 
     def arrived(self, bucket_index: int) -> None:
@@ -354,7 +355,8 @@ class Unsharder:
                 self._release(other)
 
     def _release(self, unit: Unit) -> None:
-        unit.is_used, unit.is_borrowed, unit.reader = False, False, None
+        unit.is_used, unit.reader = False, None
+        self.borrowed.discard(unit.name)
         unit.missing.clear()
         unit.mode = UnshardMode.COMPUTE
         if unit.is_sharded:
