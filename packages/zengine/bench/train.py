@@ -12,7 +12,7 @@ memory that a rank holds in a step (weights, gradients, states, activations; sha
 is what nobody can do without: the arithmetic of the model, with both ranks busy.  The floor adds to it the bytes
 that stage 2 must move (one reduce-scatter and one all-gather through shared memory) and the update of its share.
 "strict" stage 3 shards every parameter and keeps nothing whole between forward and backward; the other keeps
-DeepSpeed's defaults, by which parameters below 100,000 elements and all that fits into a billion stay.
+parameters below 100,000 elements whole, and the units of the running call and the next.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ BUCKET_NUMEL = 1300  # several buckets for the models here
 UNIT_NUMEL = 1300  # a block is a unit
 
 _ALL_SHARDED = {"stage3_unit_size": UNIT_NUMEL, "stage3_param_persistence_threshold": 0}
+_ALL_STAY = {**_ALL_SHARDED, "stage3_max_live_parameters": 1_000_000}
 
 
 @attrs.frozen(kw_only=True)
@@ -77,7 +78,7 @@ ROWS = (
     Row(
         "stage 3, defaults", {"stage": 3}, SHARDED, worlds=(1, 2)
     ),  # models as small as these stay whole, as at stage 2
-    Row("stage 3, kept", {"stage": 3, **_ALL_SHARDED}, KEPT, worlds=(2,)),
+    Row("stage 3, kept", {"stage": 3, **_ALL_STAY}, KEPT, worlds=(2,)),
     Row("stage 3, strict", {"stage": 3, **_ALL_SHARDED, "stage3_max_live_parameters": 0}, REGATHERED),
     Row("hybrid", {"stage": 3, **_ALL_SHARDED, "shard_group_size": 2}, same_bits=False, worlds=(4,)),
     Row(
@@ -88,7 +89,7 @@ ROWS = (
     Row("stage 1, states on disk", {"stage": 1, **_nvme("offload_optimizer")}, SHARDED, worlds=(1, 2)),
     Row(
         "stage 3, all on disk",
-        {"stage": 3, **_ALL_SHARDED, **_nvme("offload_optimizer"), **_nvme("offload_param")},
+        {"stage": 3, **_ALL_STAY, **_nvme("offload_optimizer"), **_nvme("offload_param")},
         KEPT,
         worlds=(2,),
     ),
@@ -101,8 +102,7 @@ ROWS = (
     ),
     Row(
         "stage 3, all on the host, ahead",
-        {"stage": 3, **_ALL_SHARDED},
-        KEPT,
+        {"stage": 3, **_ALL_SHARDED},  # by default two units are whole at a time
         worlds=(2,),
         offload=Offload(states=Tier.HOST, weights=Tier.HOST, speculation=Speculation.LAST_BACKWARD),
     ),

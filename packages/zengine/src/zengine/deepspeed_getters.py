@@ -218,7 +218,7 @@ class PlanGetters(Engine):
         "Elements of all such parameters, at most.", lambda p: p.zero.persist_total_numel
     )
     zero_max_live_parameters = Setting[int](
-        "Elements that may stay gathered after forward.", lambda p: p.zero.max_live_numel
+        "Elements that may stay gathered after forward; by default none.", lambda p: p.zero.max_live_numel or 0
     )
     zero_max_reuse_distance = Setting[int](
         "Elements between two uses that keep a weight whole.", lambda p: p.zero.max_reuse_numel

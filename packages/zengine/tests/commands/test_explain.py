@@ -28,7 +28,6 @@ def explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
                 "train_batch_size 1024 (zero2_fp16.json:2) = micro 4 (zero2_fp16.json:3) x accumulation 4 (derived)",
                 "The first 2 updates run at a learning rate of 0: 2,048 samples change nothing.",
                 'optimizer.type "Adam" is AdamW',
-                "reduce_bucket_size 500,000,000 costs 0.57 GiB of buffers for this model",
                 "The loss scale starts at 32,768",
             ],
         ),

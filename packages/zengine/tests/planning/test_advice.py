@@ -76,7 +76,13 @@ def test_a_plain_config_is_told_nothing() -> None:
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, "reduce_bucket_size 500,000,000 costs "),
         ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, "Stage 3 sends 1.4"),
         (
-            {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000}},
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "stage3_param_persistence_threshold": 1000,
+                    "stage3_max_live_parameters": 1_000_000_000,
+                }
+            },
             "stage3_max_live_parameters 1,000,000,000 keeps up to ",
         ),
         ({"zero_optimization": {"stage": 3}}, "are below stage3_param_persistence_threshold (100,000)"),
@@ -114,7 +120,7 @@ def test_what_travels_several_times_is_the_gradients_alone() -> None:
 
 
 def test_a_stage_that_needs_more_of_everything_is_not_called_worth_it() -> None:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1_000_000_000}
     (told,) = (each for each in advice(world_size=2, zero_optimization=zero) if each.startswith("Stage 3 sends"))
     assert told.endswith("stage 2 is better in both.")
 

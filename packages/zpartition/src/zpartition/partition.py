@@ -98,7 +98,7 @@ class Partition(PartitionState):
             unit.adopt(ranks.groups_for(unit.bucket).world)
         owned = [param for storage in (*storages, *frozen_storages) for param in storage.params]
         replicated = ReplicatedTensors.of(module, ranks.world, owned)
-        unsharder = Unsharder.of(units, policy, ranks, device)
+        unsharder = Unsharder.of(module, units, policy, ranks, device)
         unshard_hooks = UnshardHooks.install(module, unsharder)
         gradient_ranks = ranks.duplicate() if unsharder.units else ranks  # see [Note: two orders] in unshard.py
         reducer = GradientReducer.create(layout, policy, params, gradient_ranks, device, unsharder.arrived)

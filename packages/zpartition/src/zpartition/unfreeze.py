@@ -177,7 +177,7 @@ def _rebuild(partition: PartitionState, manager: OffloadManager) -> None:
     old.invalidate()  # a backward of an earlier forward must raise
     policy, ranks, device = partition.policy, partition.ranks, partition.device
     units = [s for s in (*partition.storages, *partition.frozen) if isinstance(s, ShardedStorage)]
-    partition.unsharder = Unsharder.of(units, policy, ranks, device)
+    partition.unsharder = Unsharder.of(partition.module, units, policy, ranks, device)
     partition.unsharder.version = old.version
     partition.unshard_hooks = UnshardHooks.install(partition.module, partition.unsharder)
     gradient_ranks = ranks.duplicate() if units else ranks

@@ -15,8 +15,15 @@ ALL = ZeroPolicy(stage=3, max_live_numel=1000, max_reuse_numel=1000, prefetch_nu
 
 def counts(units: dict[str, int], policy: ZeroPolicy, once: tuple[str, ...] = ()) -> str:
     """The gathers of each unit, as digits."""
-    found = count_gathers(units, policy, once)
+    found = count_gathers(units, policy, once, num_shards=4)
     return "".join(str(found[name]) for name in units)
+
+
+def test_by_default_only_the_last_units_stay_for_backward() -> None:
+    default = attrs.evolve(ALL, max_live_numel=None)
+    assert counts(CHAIN, default) == "2221"
+    assert counts(CHAIN, attrs.evolve(default, prefetch_numel=1)) == "2211"  # one unit is gathered ahead
+    assert counts({"": 10, "a": 10, "b": 10}, default) == "121"
 
 
 def test_what_may_stay_is_gathered_once_and_what_may_not_twice() -> None:

@@ -84,13 +84,14 @@ def test_flat_memory_is_reduced_where_it_lies() -> None:
     assert run_ranks(_lies_in_shared_memory, 2) == [True, True]
 
 
-def test_a_buffer_that_is_too_small_makes_room_for_one_that_fits() -> None:
-    pool = BufferPool(torch.device("cpu"))
+def test_free_buffers_of_other_sizes_stay_within_the_limit() -> None:
+    pool = BufferPool(torch.device("cpu"), limit_bytes=80)
     for numel, dtype in ((8, torch.float32), (4, torch.uint8)):
         pool.release(pool.obtain(numel, dtype))
     assert (pool.num_made, pool.total_bytes) == (2, 36)
     large = pool.obtain(16, torch.float32)
-    assert (pool.num_made, pool.total_bytes) == (2, 68), "the small one of its dtype is gone, the other stays"
-    assert pool.obtain(3, torch.uint8).numel() == 4
+    assert (pool.num_made, pool.total_bytes) == (2, 68), "the one that was free for longest is gone, the other stays"
     pool.release(large)
-    assert pool.obtain(2, torch.float32) is large
+    assert pool.obtain(2, torch.float32) is not large
+    assert (pool.num_made, pool.total_bytes) == (3, 76)
+    assert pool.obtain(16, torch.float32) is large

@@ -215,3 +215,26 @@ def test_a_call_is_found_on_the_stack_and_a_copied_hook_does_nothing() -> None:
     module(torch.ones(1, 2))
     assert seen[0].f_code is nn.Module._call_impl.__code__
     assert running_frame("_call_impl") is None
+
+
+class Wrapper(nn.Module):
+    """As PEFT's wrapper of a module that is trained whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        source = "def adapter_state_dict(self):\n    return list(self.inner.state_dict())"
+        found: dict[str, Any] = {"__name__": "peft.utils.other"}
+        exec(source, found)
+        self.adapter_state_dict = found["adapter_state_dict"].__get__(self)
+
+
+def _names_on_one_rank() -> list[str]:
+    model = nn.Sequential(Wrapper(), nn.Linear(WIDTH, WIDTH))
+    zpartition.shard(model, policy=STRICT)
+    return model[0].adapter_state_dict() if zcomm.group_rank(None) == 0 else []
+
+
+def test_peft_reads_the_names_of_a_state_dict_on_one_rank() -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert run_ranks(_names_on_one_rank, 2) == [names, []]

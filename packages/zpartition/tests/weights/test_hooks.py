@@ -17,7 +17,8 @@ from zpartition import ZeroPolicy
 
 POLICY = ZeroPolicy(stage=3, unit_numel=600, persist_numel=0, max_live_numel=0, prefetch_numel=0)
 AHEAD = ZeroPolicy(stage=3, unit_numel=600, persist_numel=0, max_live_numel=0)
-KEPT = ZeroPolicy(stage=3, unit_numel=600, persist_numel=0)
+KEPT = ZeroPolicy(stage=3, unit_numel=600, persist_numel=0, max_live_numel=1_000_000_000)
+DEFAULT = ZeroPolicy(stage=3, unit_numel=600, persist_numel=0)
 
 
 class Block(nn.Module):
@@ -107,12 +108,16 @@ def train(how: str, policy: ZeroPolicy, steps: int) -> tuple[dict[str, torch.Ten
             assert partition.unsharder.live_numel == 0, "after a backward nothing is whole"
         update(partition, optimizer, any_unused=True)
     unsharder = partition.unsharder
-    facts = {"peak": unsharder.peak_numel, "largest": unsharder.largest_numel, "buffers": unsharder.pool.total_bytes}
+    facts = {
+        "peak": unsharder.peak_numel,
+        "largest": max(unit.numel for unit in unsharder.units.values()),
+        "buffers": unsharder.pool.total_bytes,
+    }
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, facts
 
 
 @pytest.mark.parametrize("how", ["plain", "twice", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("policy", [POLICY, AHEAD, KEPT], ids=["alone", "prefetch", "kept"])
+@pytest.mark.parametrize("policy", [POLICY, AHEAD, KEPT, DEFAULT], ids=["alone", "prefetch", "kept", "default"])
 def test_hard_models_train_like_one_process(how: str, policy: ZeroPolicy) -> None:
     expected = train_alone(how, 2, 4)
     for found, facts in run_ranks(train, 2, how, policy, 4):

@@ -269,16 +269,19 @@ def advise_stage(case: Case) -> Iterator[Advice]:
 
 
 def advise_live_parameters(case: Case) -> Iterator[Advice]:
-    """Live parameters: DeepSpeed's default of a billion limits few models."""
+    """Live parameters: DeepSpeed's default of a billion, often written out, limits few models."""
     zero, whole = case.plan.zero, case.sizes.memory.gathered_units
     if zero.stage < 3 or not zero.max_live_numel or not whole:
         return
-    changes = {"zero_optimization.stage3_max_live_parameters": 0}
+    changes = {
+        "zero_optimization.stage3_max_live_parameters": None,
+        "zero_optimization.stage3_max_reuse_distance": None,
+    }
     for strict in case.changed(changes):
         if strict.sizes.memory.gathered_units < 0.7 * whole:
             yield Advice(
                 text=f"stage3_max_live_parameters {zero.max_live_numel:,} keeps up to {gib(whole)} of weights "
-                "gathered for backward. With 0, backward gathers them again: a rank holds "
+                "gathered for backward. Without it, backward gathers them again: a rank holds "
                 f"{gib(strict.held_bytes)} instead of {gib(case.held_bytes)} and sends {gib(strict.sent_bytes)} "
                 f"instead of {gib(case.sent_bytes)}.",
                 changes=changes,

@@ -19,7 +19,7 @@ included.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 import torch
@@ -34,13 +34,13 @@ from zpartition.gradients.reducer import IN_FLIGHT_LIMIT, buffer_bytes
 from zpartition.layout.layout import Bucket, Layout
 from zpartition.layout.plan_layouts import plan_layouts
 from zpartition.layout.policy import Offload, Speculation, Tier, ZeroPolicy, step_groups
-from zpartition.layout.units import nested_numel
+from zpartition.layout.residence import unit_numels
 from zpartition.memory.mover import IN_FLIGHT, NUM_STAGES
 from zpartition.memory.placement import HostParams, ParamPlacement
 from zpartition.ownership import named_groups
 from zpartition.state.counts import is_large
 from zpartition.state.optimizer_state import block_numel
-from zpartition.weights.gather_sources import WEIGHT_BLOCK, kept_bytes
+from zpartition.weights.gather_sources import kept_bytes, most_gathered_bytes
 from zpartition.weights.sharded import ShardedStorage
 
 __all__ = ["MemoryPlan", "count_bytes", "plan"]
@@ -119,14 +119,14 @@ def plan(
     params = [param for param in module.parameters() if param.requires_grad]
     made = None if optimizer is None or not params else optimizer(params)
     trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size, block_numel(made))
-    kept = _separate_accumulators(trained, policy)
-    states = StateSizes(policy, optimizer)
+    kept, states = _separate_accumulators(trained, policy), StateSizes(policy, optimizer)
     sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
     buckets = (*trained.buckets, *frozen.buckets)
 
     tiers = _places(trained, policy)
     offloaded, on_device = ([b for b in tiers if (tiers[b] is Tier.DEVICE) == here] for here in (False, True))
     units = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]  # offloaded ones
+    spans_bytes = _gathered_bytes(module, units, policy) // min((b.num_shards for b in units), default=1)
 
     def is_apart(bucket: Bucket) -> bool:
         return policy.master_for(bucket.dtype) != bucket.dtype or bucket in units
@@ -140,11 +140,11 @@ def plan(
         ),
         states=sum(sizes[b] for b in on_device),
         buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
-        gathered_units=_gathered_bytes(buckets, policy),
+        gathered_units=_gathered_bytes(module, buckets, policy),
         secondary_shards=sum(kept_bytes(b, policy.of(b), is_trained=True) for b in trained.buckets)
         + sum(kept_bytes(b, policy.of(b), is_trained=False) for b in frozen.buckets),
         padding=sum((_stored_numel(b) - _used_numel(b)) * b.dtype.itemsize for b in buckets),
-        staging=_staging_bytes(offloaded, units, policy, num_backwards, device),
+        staging=_staging_bytes(offloaded, spans_bytes, policy, num_backwards, device),
         elsewhere={
             **_offloaded_bytes(offloaded, policy, sizes, device),
             **_rollback_bytes(offloaded, policy, sizes, _copies_gradients(optimizer)),
@@ -254,18 +254,17 @@ def _offloaded_weight_bytes(
 
 
 def _staging_bytes(
-    offloaded: list[Bucket], units: list[Bucket], policy: ZeroPolicy, num_backwards: int, device: str
+    offloaded: list[Bucket], spans_bytes: int, policy: ZeroPolicy, num_backwards: int, device: str
 ) -> int:
     """Device memory of copies (mover.py): widened gradients waiting for the bus, and one being made; a sum with the
-    host's values from the second backward on; and the spans of units that are being gathered.
+    host's values from the second backward on; and `spans_bytes`, of units that are being gathered.
     """
     if device != "cuda":
         return 0
     sizes = ((policy.accumulate_for(b.dtype).itemsize, policy.wire_for(b).itemsize) for b in offloaded)
     wide = max((b.span_numel * max(size) for b, size in zip(offloaded, sizes)), default=0)
     sums = wide if num_backwards > 1 else 0
-    spans = _gathered_bytes(tuple(units), policy) // min((b.num_shards for b in units), default=1)
-    return (IN_FLIGHT + 1) * wide + sums + spans
+    return (IN_FLIGHT + 1) * wide + sums + spans_bytes
 
 
 def _host_staging_bytes(sent: list[Bucket], policy: ZeroPolicy, device: str) -> dict[str, int]:
@@ -309,19 +308,10 @@ def _separate_accumulators(layout: Layout, policy: ZeroPolicy) -> list[Bucket]:
     return [bucket for bucket in layout.buckets if not travels_as_kept(bucket)]
 
 
-def _gathered_bytes(buckets: tuple[Bucket, ...], policy: ZeroPolicy) -> int:
-    """Bytes of units that are whole at once: the limit of the policy, or the nested calls and one prefetched unit."""
-    units: dict[str, int] = {}
-    widest = 0
-    for bucket in buckets:
-        if bucket.unit is not None:
-            units[bucket.unit] = units.get(bucket.unit, 0) + bucket.numel
-            widest = max(widest, bucket.dtype.itemsize)
-    largest = max(units.values(), default=0)
-    nested = nested_numel(units)
-    bits = max(policy.weight_bits, policy.frozen_weight_bits)
-    received = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(largest) / largest if bits and largest else 0
-    return round(min(sum(units.values()), max(policy.max_live_numel, nested + largest)) * (widest + received))
+def _gathered_bytes(module: nn.Module, buckets: Iterable[Bucket], policy: ZeroPolicy) -> int:
+    """Bytes of units that are whole at once, maximum; see residence.py."""
+    gathered = [bucket for bucket in buckets if bucket.unit is not None]
+    return most_gathered_bytes(unit_numels(module, gathered), gathered, policy)
 
 
 def _message_bytes(layout: Layout, policy: ZeroPolicy) -> int:

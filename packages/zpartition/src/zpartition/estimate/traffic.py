@@ -9,10 +9,10 @@ Messages are counted one by one from the layout that a partition would have.  Tw
 hop, because the links differ.  Buffers, overflow flags and other small values are not included.
 
 [Note: number of gathers] At stage 3 a unit is gathered for the forward pass and, unless it can stay whole until then,
-again for the backward pass.  It may stay while all whole units fit into `policy.max_live_numel` and at most
-`policy.max_reuse_numel` elements are used before its next use.  So of a model slightly over the limit nearly
-everything stays, and only the rest is gathered twice.  Prefetched units count as well.  These are the rules of
-unshard.py, applied to counts.
+again for the backward pass.  By default only the last ones stay (residence.py).  With `policy.max_live_numel` a unit
+may stay while all whole units fit into it and at most `policy.max_reuse_numel` elements are used before its next use:
+of a model slightly over the limit nearly everything stays, and only the rest is gathered twice.  Prefetched units
+count as well.  These are the rules of unshard.py, applied to counts.
 
 Modules are assumed to run once each, in definition order, and backward in reverse order of return: parameters that a
 module holds itself beside child units are used at its end, as a head is.  A model that deviates (a weight read by
@@ -34,6 +34,7 @@ from zpartition.gradients.reduce import GRADIENT_BLOCK, reduce_at
 from zpartition.layout.layout import Bucket, Layout
 from zpartition.layout.plan_layouts import plan_layouts
 from zpartition.layout.policy import ReduceAt, ZeroPolicy
+from zpartition.layout.residence import Residence, residence, unit_numels
 from zpartition.layout.units import encloses
 from zpartition.ownership import named_groups
 from zpartition.state.optimizer_state import block_numel
@@ -164,12 +165,8 @@ def _unit_flows(module: nn.Module, trained: Layout, frozen: Layout, policy: Zero
 
 def _gathers(module: nn.Module, buckets: list[Bucket], policy: ZeroPolicy) -> Mapping[str, int]:
     """Count the gathers of each unit in a micro-step, by name."""
-    numels: dict[str, int] = {}
-    for bucket in buckets:
-        numels[bucket.unit or ""] = numels.get(bucket.unit or "", 0) + bucket.numel
-    in_order = {name: numels[name] for name, _ in module.named_modules() if name in numels}
     once = embedding_only_units(module, {slot.name: bucket.unit or "" for bucket in buckets for slot in bucket.slots})
-    return count_gathers(in_order, policy, once)
+    return count_gathers(unit_numels(module, buckets), policy, once, num_shards=buckets[0].num_shards)
 
 
 def _weight_bytes(bucket: Bucket, is_trained: bool, policy: ZeroPolicy) -> int:
@@ -179,15 +176,17 @@ def _weight_bytes(bucket: Bucket, is_trained: bool, policy: ZeroPolicy) -> int:
     return bucket.num_shards * zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(bucket.span_numel)
 
 
-def count_gathers(units: Mapping[str, int], policy: ZeroPolicy, once: Collection[str] = ()) -> Counter[str]:
+def count_gathers(
+    units: Mapping[str, int], policy: ZeroPolicy, once: Collection[str] = (), *, num_shards: int
+) -> Counter[str]:
     """Count gathers by unit in one micro-step, in the steady state.
 
-    units: elements by name, in order of use.
+    units: elements by name, in order of use; each has `num_shards` shards.
     once: units that backward does not use.
     """
     events = list(_calls(units))
     backward = [name for name, is_entered in reversed(events) if not is_entered and name not in once]
-    forward = _ForwardSimulation(units, policy, [*units, *backward])
+    forward = _ForwardSimulation(units, policy, residence(units, policy, num_shards), [*units, *backward])
     for name, is_entered in events:
         if is_entered:
             forward.enter(name)
@@ -228,6 +227,7 @@ class _ForwardSimulation:
 
     units: Mapping[str, int]
     policy: ZeroPolicy
+    limits: Residence
     order: list[str]  # of uses, backward included
     whole: set[str] = attrs.field(factory=set)
     gathers: Counter[str] = attrs.field(factory=Counter)
@@ -238,22 +238,26 @@ class _ForwardSimulation:
         """Use a unit, and prefetch."""
         self._gather(name)
         self.position += 1
-        ahead, room = 0, max(self.policy.max_live_numel, 2 * max(self.units.values()))
-        for upcoming in self.order[self.position :]:
-            ahead += self.units[upcoming]
-            if ahead > self.policy.prefetch_numel:
+        ahead, most = 0, self.policy.prefetch_numel
+        for upcoming in self.order[self.position :] if most else ():
+            if ahead and ahead + self.units[upcoming] > most:
                 return
+            ahead += self.units[upcoming]
             if upcoming not in self.whole:
-                if self.live_numel + self.units[upcoming] > room:
+                if self.live_numel + self.units[upcoming] > self.limits.ahead_numel:
                     return
                 self._gather(upcoming)
 
     def leave(self, name: str) -> None:
         """Reshard a unit, unless it may stay, after its module returned."""
-        is_too_much = self.live_numel > self.policy.max_live_numel
-        if is_too_much or self._distance(name) > self.policy.max_reuse_numel:
+        may_stay = self.live_numel <= self.limits.stay_numel and self._distance(name) <= self.policy.max_reuse_numel
+        if not may_stay and not (self.live_numel <= self.limits.next_numel and self._is_next(name)):
             self.whole.discard(name)
             self.live_numel -= self.units[name]
+
+    def _is_next(self, name: str) -> bool:
+        upcoming = (each for each in self.order[self.position :] if each == name or each not in self.whole)
+        return next(upcoming, None) == name
 
     def _gather(self, name: str) -> None:
         if name not in self.whole:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -100,6 +100,7 @@ class GradientReducer:
     num_scaled: int = 0  # rounds of the running step whose gradients include a factor
     most_bytes: int = 0  # expected maximum of buffers at the end of a backward
     factors: tuple[Factors, ...] = ()  # by bucket
+    shared_numel: Mapping[torch.dtype, int] = attrs.field(factory=dict)  # of buffers that serve buckets in turn
     patience_s: float = PATIENCE_S  # to wait for a message in the middle of a round; 0 after a timeout
     _next: int = 0  # position in `order` of the next bucket to send
     _completed: list[int] = attrs.field(factory=list)  # bucket indices in order of completion
@@ -139,6 +140,7 @@ class GradientReducer:
         reducer = cls(layout, policy, ranks, reductions, gradients, pool, on_complete)
         reducer.order = reducer._last(range(len(gradients)), frozenset())
         reducer.most_bytes = buffer_bytes(layout, policy, num_backwards=2)
+        reducer.shared_numel = shared_numels(layout)
         reducer.factors = tuple(factors(policy, layout, bucket) for bucket in layout.buckets)
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
@@ -327,13 +329,13 @@ class GradientReducer:
         """Give an IDLE bucket a local buffer; waits for one in flight if there are enough."""
         if gradient.phase is not BucketPhase.IDLE or gradient.rows is not None:
             return
-        numel, dtype = gradient.bucket.numel, gradient.local_dtype
-        buffer = self.pool.reuse(numel, dtype)
+        numel, dtype, capacity = gradient.bucket.numel, gradient.local_dtype, self._capacity(gradient)
+        buffer = self.pool.reuse(numel, dtype, capacity)
         while buffer is None and len(self.flights) >= IN_FLIGHT_LIMIT and self._may_wait():
             self._finish_flights(len(self.flights) - 1)
-            buffer = self.pool.reuse(numel, dtype)
+            buffer = self.pool.reuse(numel, dtype, capacity)
         if buffer is None:
-            buffer = self.pool.make(self._capacity(gradient), dtype)
+            buffer = self.pool.make(capacity, dtype)
         gradient.adopt(buffer)
 
     def _may_wait(self) -> bool:
@@ -346,16 +348,14 @@ class GradientReducer:
         return False
 
     def _capacity(self, gradient: BucketGradient) -> int:
-        """Return the elements of a new buffer: the first few fit any bucket of the dtype, later ones this bucket.
+        """Return the elements of a buffer for this bucket: of one that serves others too, or its own.
 
-        If whole gradients are kept, the buffers of a second backward fit any bucket.
+        If whole gradients are kept, the buffers of a second backward serve others.
         """
         is_reused = self.layout.num_shards > 1 or self.policy.offload.moves_states
-        serve_all = is_reused and self.pool.num_made <= IN_FLIGHT_LIMIT
-        serve_all &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
-        serve_all |= gradient.borrowed is not None
-        served = (b.numel for b in self.layout.buckets if b.dtype == gradient.bucket.dtype)
-        return max(served) if serve_all else gradient.bucket.numel
+        is_reused &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
+        is_reused |= gradient.borrowed is not None
+        return max(gradient.bucket.numel, self.shared_numel[gradient.bucket.dtype] if is_reused else 0)
 
     def _send(self, gradient: BucketGradient) -> None:
         if gradient.rows is not None:
@@ -423,8 +423,28 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
     dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
     sizes = [b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense]
-    kinds = {bucket.dtype for bucket in dense}  # a buffer has one dtype
-    few = (IN_FLIGHT_LIMIT + 1) * sum(max(s for b, s in zip(dense, sizes) if b.dtype == kind) for kind in kinds)
+    few = sum(
+        _few_numel(size, numels) * (policy.accumulate_for(dtype) if fills else dtype).itemsize
+        for dtype, size in shared_numels(layout).items()
+        if (numels := [bucket.numel for bucket in dense if bucket.dtype == dtype])
+    )
     if layout.num_shards == 1 and not policy.offload.moves_all_states:
         return sum(sizes) + (few if num_backwards > 1 and not fills else 0)
     return sum(sizes) if fills else few
+
+
+def shared_numels(layout: Layout) -> dict[torch.dtype, int]:
+    """Return the elements of the few buffers that serve buckets in turn, by dtype.  Larger buckets have their own.
+
+    The size is the one that costs least: an embedding that is several times the other buckets would set it for all.
+    """
+    dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
+    numels = {dtype: [b.numel for b in dense if b.dtype == dtype] for dtype in {b.dtype for b in layout.buckets}}
+    return {
+        dtype: min((0, *sorted(sizes)), key=lambda size: _few_numel(size, sizes)) for dtype, sizes in numels.items()
+    }
+
+
+def _few_numel(shared: int, numels: Sequence[int]) -> int:
+    """Return the elements of all buffers, if a few of size `shared` serve all buckets that fit."""
+    return (IN_FLIGHT_LIMIT + 1) * shared + sum(numel for numel in numels if numel > shared)

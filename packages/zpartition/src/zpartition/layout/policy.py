@@ -35,7 +35,7 @@ from collections.abc import Sequence
 
 import attrs
 import torch
-from attrs.validators import and_, ge, gt, in_, instance_of, le
+from attrs.validators import and_, ge, gt, in_, instance_of, le, optional
 
 from zpartition.layout.layout import Bucket
 
@@ -255,7 +255,7 @@ class ZeroPolicy:
     persist_numel: int = attrs.field(default=100_000, validator=ge(0))  # smaller parameters are not sharded
     persist_total_numel: int = attrs.field(default=sys.maxsize, validator=ge(0))  # of all those together
     prefetch_numel: int = attrs.field(default=50_000_000, validator=ge(0))  # prefetched
-    max_live_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # kept unsharded after the forward pass
+    max_live_numel: int | None = attrs.field(default=None, validator=optional(ge(0)))  # whole; None: see residence.py
     max_reuse_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # between two uses, else resharded
     weight_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # of gathered weights; 0: their dtype
     frozen_weight_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # of gathered frozen weights

@@ -9,6 +9,7 @@ a copy.  The position of a bucket in it may differ between ranks.
 
 from __future__ import annotations
 
+import sys
 from typing import final
 
 import attrs
@@ -69,10 +70,11 @@ class BufferPool:
     free: list[torch.Tensor] = attrs.field(factory=list)
     num_made: int = 0  # buffers that exist, free or not
     total_bytes: int = 0  # of all buffers: they live as long as the pool, unless cleared
+    limit_bytes: int = 0  # of all buffers: `obtain` keeps free ones up to this
 
-    def reuse(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the smallest free buffer of `dtype` with at least `numel` elements; None if there is none."""
-        fitting = [buffer for buffer in self.free if buffer.dtype == dtype and buffer.numel() >= numel]
+    def reuse(self, numel: int, dtype: torch.dtype, most_numel: int = sys.maxsize) -> torch.Tensor | None:
+        """Return the smallest free buffer of `dtype` with `numel` to `most_numel` elements; None if there is none."""
+        fitting = [b for b in self.free if b.dtype == dtype and numel <= b.numel() <= most_numel]
         if not fitting:
             return None
         best = min(fitting, key=torch.Tensor.numel)
@@ -88,10 +90,14 @@ class BufferPool:
         return buffer
 
     def obtain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer of at least `numel` elements with any contents, owned by the caller until `release`."""
-        buffer = self.reuse(numel, dtype)
+        """Return a buffer of `numel` elements with any contents, owned by the caller until `release`.
+
+        A larger one would be missing where it is needed, so that the pool grows by another.
+        """
+        buffer = self.reuse(numel, dtype, numel)
         if buffer is None:
-            self.clear(dtype)  # smaller ones than this: they would stay beside it
+            while self.free and self.total_bytes + numel * dtype.itemsize > self.limit_bytes:
+                self._drop(self.free[0])  # the one that has been free for longest
             buffer = self.make(numel, dtype)
         return buffer
 
@@ -110,11 +116,14 @@ class BufferPool:
         self.total_bytes -= buffer.nbytes
         self.num_made -= 1
 
-    def clear(self, dtype: torch.dtype | None = None) -> None:
-        """Drop every free buffer, or those of `dtype`."""
-        dropped = [buffer for buffer in self.free if dtype in (None, buffer.dtype)]
-        self.free = [buffer for buffer in self.free if dtype not in (None, buffer.dtype)]
-        self.total_bytes -= sum(buffer.nbytes for buffer in dropped)
-        self.num_made -= len(dropped)
+    def clear(self) -> None:
+        """Drop every free buffer."""
+        while self.free:
+            self._drop(self.free[-1])
         if not self.num_made:
             self.arena.rewind()
+
+    def _drop(self, buffer: torch.Tensor) -> None:
+        self.free = [other for other in self.free if other is not buffer]
+        self.total_bytes -= buffer.nbytes
+        self.num_made -= 1

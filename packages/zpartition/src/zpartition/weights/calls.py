@@ -26,7 +26,7 @@ from torch import nn
 
 from zpartition.weights.unshard import Unit, Unsharder
 
-__all__ = ["ActiveCalls", "ModuleHook", "running_frame"]
+__all__ = ["ActiveCalls", "ModuleHook", "asks_for_names", "running_frame"]
 
 _MODULE_FILE = nn.Module.state_dict.__code__.co_filename
 
@@ -85,7 +85,7 @@ class ActiveCalls:
         for unit in call.units:
             if unit.depth:  # 0 after an exception in a backward, which drops all units
                 unit.depth -= 1
-                self.unsharder.reshard(unit)
+                self.unsharder.reshard(unit, exact=self.exact)
 
     def end_until(self, call: ActiveCall) -> None:
         """Pop `call`, if it is still open, and the calls inside of it, which are over."""
@@ -138,6 +138,20 @@ def running_frame(function: str) -> FrameType | None:
     while frame is not None and (frame.f_code.co_name, frame.f_code.co_filename) != (function, _MODULE_FILE):
         frame = frame.f_back
     return frame
+
+
+def asks_for_names() -> bool:
+    """Return whether the running `state_dict()` is one of which PEFT reads the names alone.
+
+    Its wrappers of modules that are trained whole pick weights out of a state dict that the ranks have gathered, and
+    they do so on one rank, where a gather would wait for ever.
+    """
+    frame = running_frame("state_dict")
+    while frame is not None and frame.f_code.co_filename == _MODULE_FILE:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name not in ("adapter_state_dict", "adapter_state_dict_load_map"):
+        return False
+    return str(frame.f_globals.get("__name__", "")).startswith("peft.")
 
 
 def _is_running(wanted: FrameType | None) -> bool:

@@ -18,6 +18,8 @@ masters instead of the weights (an edit would show before it is published).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
 import attrs
@@ -28,9 +30,10 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.layout.layout import Bucket
 from zpartition.layout.policy import ZeroPolicy
+from zpartition.layout.residence import residence
 from zpartition.memory.buffers import BufferPool, flat_zeros
 
-__all__ = ["SHARDS", "GatherSource", "kept_bytes", "source_for"]
+__all__ = ["SHARDS", "GatherSource", "kept_bytes", "most_gathered_bytes", "source_for"]
 
 WEIGHT_BLOCK = 256  # elements that share a scale
 
@@ -159,3 +162,17 @@ def kept_bytes(bucket: Bucket, policy: ZeroPolicy, *, is_trained: bool) -> int:
     codes = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(bucket.span_numel) if bits else 0
     part = bucket.numel // policy.secondary_group_size * bucket.dtype.itemsize if secondary else 0
     return codes + part
+
+
+def most_gathered_bytes(units: Mapping[str, int], buckets: Sequence[Bucket], policy: ZeroPolicy) -> int:
+    """Return the most bytes of whole units: the buffers of `buckets`, and the messages of few bits that fill them.
+
+    units: elements by name, in the order of their modules.
+    """
+    if not buckets:
+        return 0
+    most_numel = min(sum(units.values()), residence(units, policy, buckets[0].num_shards).most_numel)
+    bits = max(policy.weight_bits, policy.frozen_weight_bits)
+    code = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK) if bits else None
+    received = max(b.num_shards * code.num_bytes(b.span_numel) / b.numel for b in buckets) if code else 0
+    return math.ceil(most_numel * (max(bucket.dtype.itemsize for bucket in buckets) + received))

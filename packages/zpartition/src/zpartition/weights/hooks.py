@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zpartition import _compat
 from zpartition._compat import tree_map_only
-from zpartition.weights.calls import ActiveCalls, ModuleHook
+from zpartition.weights.calls import ActiveCalls, ModuleHook, asks_for_names
 from zpartition.weights.sharded import ShardedStorage
 from zpartition.weights.unshard import UNKNOWN_READER, Unit, Unsharder
 
@@ -351,14 +351,15 @@ def hook_state_dicts(module: nn.Module, units: Mapping[str, Unit], dicts: Active
         def hold(owner: nn.Module, *_: Any) -> None:
             dicts.unsharder.check_resident() if function == "load" else dicts.unsharder.check_weights_resident()
             dicts.drop_finished()
-            dicts.begin(owner, function, None, distinct)
+            dicts.begin(owner, function, None, () if function == "state_dict" and asks_for_names() else distinct)
 
         return ModuleHook(hold)
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         found = {name: state[prefix + name] for name in units if prefix + name in state}
         live = [name for name, value in found.items() if isinstance(value, Parameter) and units[name].depth == 1]
-        state.update({prefix + name: value.clone() for name, value in found.items() if _is_plain(value)})
+        shown = {name: value for name, value in found.items() if units[name].is_used and _is_plain(value)}
+        state.update({prefix + name: value.clone() for name, value in shown.items()})
         if dicts.innermost(owner) is not None:
             dicts.end()
         if live:

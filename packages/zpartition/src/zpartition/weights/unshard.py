@@ -7,20 +7,23 @@ must gather in the same order.
 Design.  `unshard(unit)` is the only entry point; it also prefetches.  It is called when one of the unit's modules is
 entered, when autograd unpacks a saved weight, and when a running module reads a parameter of another unit.
 Correctness does not depend on the caller, so no graph analysis is needed.  A unit is resharded
-- when its module returns, unless all unsharded units fit into `policy.max_live_numel` and it is used again before
-  `policy.max_reuse_numel` elements of others: then backward finds it;
-- in backward: when every gradient of the unit has arrived; when it is evicted, see [Note: room]; when backward ends;
+- when its module returns, unless it is the next one to be gathered, or the policy lets units stay (residence.py) and
+  it is used again before `policy.max_reuse_numel` elements of others: then backward finds it;
+- in backward: after its last use, see [Note: room]; when backward ends;
 - when the optimizer has updated the weights, because then it is outdated.
 
 The sequence of uses is recorded.  From the second step on, each use prefetches what was used next in the last step,
-up to `policy.prefetch_numel` elements ahead, but not beyond the end of a backward, where everything is released.  A
-step with another sequence is followed and recorded anew: a wrong guess costs a gather, never a wrong result.
+at least a unit and up to `policy.prefetch_numel` elements ahead, but not beyond the end of a backward, where
+everything is released.  A step with another sequence is followed and recorded anew: a wrong guess costs a gather,
+never a wrong result.
 
-[Note: room] Some gradients never arrive: of frozen weights, of unused experts.  A unit that waits for one would stay
-until the end of the backward, with all others like it.  So in backward the least recently used units are released
-when those used since exceed the planned memory.  The decision depends on the order of uses alone and never on
-arrivals: ranks must agree on which units are unsharded.  Weights that the running autograd node has unpacked stay,
-because the node is about to read them; so does a unit that encloses the one being used.
+[Note: room] All ranks must agree on which units are unsharded, so this depends on the order of uses alone.  It does
+not depend on gradients: a rank may have none for an unused weight.  In backward a unit is released when another is
+used, if it was not used again in the last step; in a first step, and where steps differ, the least recently used ones
+are released when those used since exceed the planned memory.  Weights that the running autograd node has unpacked
+stay, because the node is about to read them; so does a unit that encloses the one being used.  Reads outside of the
+model's calls (state dicts, `gathered`) are no uses and leave units as they found them: one rank alone may read what
+is unsharded.
 
 [Note: two orders] All ranks gather in one order, because they call the same modules, and send gradients in one order
 (reducer.py); but which gradients a rank has, and when, depends on its data, so the two orders are not ordered against
@@ -39,18 +42,21 @@ from typing import final
 
 import attrs
 import torch
+from torch import nn
 
 import zcomm
 from zpartition import _compat
 from zpartition.layout.policy import OffloadStateType, ZeroPolicy
 from zpartition.layout.ranks import Ranks
-from zpartition.layout.units import encloses, nested_numel
+from zpartition.layout.residence import NO_RESIDENCE, Residence, residence, unit_numels
+from zpartition.layout.units import encloses
 from zpartition.memory.buffers import BufferPool
+from zpartition.weights.gather_sources import most_gathered_bytes
 from zpartition.weights.sharded import ShardedState, ShardedStorage
 
 __all__ = ["UNKNOWN_READER", "Unit", "Unsharder"]
 
-UNKNOWN_READER = -1  # the unit must stay until its gradients have arrived
+UNKNOWN_READER = -1  # the unit must stay until its gradients have arrived, whatever other ranks do
 _READ_AHEAD = 3  # units whose shards are read from disk before they are gathered
 _LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
 
@@ -113,52 +119,65 @@ class Unsharder:
     offloaded: frozenset[OffloadStateType] | None = None  # states that offload_states has moved; None: none
     live_numel: int = 0  # elements of units that are not SHARDED
     peak_numel: int = 0  # maximum of `live_numel` so far
-    largest_numel: int = 0  # elements of the largest unit
-    room_numel: int = 0  # for units in backward, see [Note: room]
+    limits: Residence = NO_RESIDENCE
     recent: dict[str, Unit] = attrs.field(factory=dict)  # used in this backward and not evicted, in order of last use
     recent_numel: int = 0  # elements of `recent`
+    borrowed: set[str] = attrs.field(factory=set)  # units gathered by reads outside of the model's calls
+    finished: set[str] = attrs.field(factory=set)  # units of `recent` that this backward does not use again
     order: list[Unit] = attrs.field(factory=list)  # uses in the last step
     order_numel: int = 0  # elements of `order`, counted for each use
+    last_uses: frozenset[int] = (
+        frozenset()
+    )  # positions in `order` after which a unit is not used before the next pause
     trace: list[Unit] = attrs.field(factory=list)  # uses in this step
     _next: int = 0  # expected position in `order` of the next use
 
     @classmethod
     def of(
         cls,
+        module: nn.Module,
         storages: Sequence[ShardedStorage],
         policy: ZeroPolicy,
         ranks: Ranks,
         device: torch.device,
     ) -> Unsharder:
-        """Return the units of `storages`, by the names in their buckets, in their order."""
+        """Return the units of `storages`, which hold parameters of `module`, by the names in their buckets."""
         members: dict[str, list[ShardedStorage]] = {}
         for storage in storages:
             assert storage.bucket.unit is not None
             members.setdefault(storage.bucket.unit, []).append(storage)
         units = {name: Unit(name, tuple(found)) for name, found in members.items()}
-        numels = {name: unit.numel for name, unit in units.items()}
-        largest_numel = max(numels.values(), default=0)
-        room_numel = max(policy.max_live_numel, nested_numel(numels) + largest_numel)
+        buckets = [storage.bucket for storage in storages]
+        numels = unit_numels(module, buckets)
+        limits = residence(numels, policy, buckets[0].num_shards if buckets else 1)
+        pool = BufferPool(device, limit_bytes=most_gathered_bytes(numels, buckets, policy))
         trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.is_trained}
-        pool = BufferPool(device)
-        return cls(policy, ranks, units, pool, trained, largest_numel=largest_numel, room_numel=room_numel)
+        return cls(policy, ranks, units, pool, trained, limits=limits)
 
     # -- unshard and reshard ---------------------------------------------------------------------
 
     def unshard(self, unit: Unit, *, exact: bool = False) -> None:
         """Gather `unit`, and prefetch the units after it.
 
-        exact: show and edit exact weights; modules see them, too, until the unit is resharded.
+        exact: show and edit exact weights, outside of the model's calls; modules see them, too, until the unit is
+        resharded.
         """
         if exact and unit.mode is not UnshardMode.EXACT and not unit.is_exact:
             self._release(unit)
             unit.mode = UnshardMode.EXACT
+        is_new = not unit.is_used
         if _compat.is_in_backward():
-            self._evict(unit)
-        if unit.is_used:
+            self._make_room(unit)
+            is_new |= not (self.trace and self.trace[-1] is unit)
+        if not is_new:
             return
         with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
-            self._unshard(unit)
+            if exact and unit.is_sharded:
+                self.borrowed.add(unit.name)
+            if not unit.is_used:
+                self._unshard(unit)
+            if not exact:
+                self._follow(unit)
 
     def _unshard(self, unit: Unit) -> None:
         self._gather(unit)
@@ -169,25 +188,22 @@ class Unsharder:
                 self.unit_at[storage.full.untyped_storage().data_ptr()] = storage
         unit.is_used = True
         unit.missing = {s.bucket.index for s in unit.storages if s.is_trained}
-        if unit.mode is UnshardMode.COMPUTE:
-            self._prefetch(unit)
 
-    def reshard(self, unit: Unit) -> None:
-        """Release `unit`, unless a call holds it or unsharded units may stay."""
+    def reshard(self, unit: Unit, *, exact: bool = False) -> None:
+        """Release `unit`, unless a call holds it or it may stay; exact: after a read outside of calls."""
         if unit.depth or _compat.is_in_backward():
             return
         unit.is_used = False
-        is_too_much = self.live_numel > self.policy.max_live_numel
-        if is_too_much or unit.mode is UnshardMode.EXACT or self._distance(unit) > self.policy.max_reuse_numel:
+        if unit.name in self.borrowed or unit.mode is UnshardMode.EXACT or not (exact or self._may_stay(unit)):
             self._release(unit)  # exact weights too: reading them must not change what later steps compute
 
     def arrived(self, bucket_index: int) -> None:
-        """Notify that all gradients of a bucket have arrived; releases the unit if all its buckets are complete."""
+        """Notify that all gradients of a bucket have arrived: nothing reads its weights any more."""
         unit = self.unit_of_bucket.get(bucket_index)
         if unit is not None and bucket_index in unit.missing:
             unit.missing.discard(bucket_index)
-            if not unit.missing and not unit.depth:
-                self._release(unit)
+            if not unit.missing:
+                unit.reader = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -211,7 +227,7 @@ class Unsharder:
             for unit in units:
                 if unit.depth:  # 0 if it was dropped
                     unit.depth -= 1
-                    self.reshard(unit)
+                    self.reshard(unit, exact=True)
 
     def release_all(self) -> None:
         """Release every unit that no call holds."""
@@ -219,6 +235,7 @@ class Unsharder:
             if not unit.depth:
                 self._release(unit)
         self.recent, self.recent_numel = {}, 0
+        self.finished.clear()
 
     def end_step(self) -> None:
         """End a step; the next one is expected to have the same sequence of uses."""
@@ -226,6 +243,7 @@ class Unsharder:
             if [id(unit) for unit in self.trace] != [id(unit) for unit in self.order]:
                 self.order = list(self.trace)
                 self.order_numel = sum(unit.numel for unit in self.order)
+                self.last_uses = _last_uses(self.order)
             self.trace.clear()
         self._next = 0
 
@@ -317,22 +335,28 @@ class Unsharder:
         self.live_numel += unit.numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
 
-    def _evict(self, unit: Unit) -> None:
-        """Record a use in backward, and release the least recently used units; see [Note: room]."""
+    def _make_room(self, unit: Unit) -> None:
+        """Note a use in backward, and release what is finished or used least recently; see [Note: room]."""
         if self.recent.pop(unit.name, None) is None:
             self.recent_numel += unit.numel
         self.recent[unit.name] = unit
-        node = None if self.recent_numel <= self.room_numel else _compat.running_node()
+        limit = self.limits.backward_numel
+        if self.recent_numel <= limit and self.finished <= {unit.name}:
+            return
+        node = _compat.running_node()
         for other in list(self.recent.values()) if node is not None else ():
-            if self.recent_numel <= self.room_numel:
-                return
-            if not other.depth and other.reader not in (node, UNKNOWN_READER) and not encloses(other.name, unit.name):
+            is_finished = other.name in self.finished and other is not unit
+            if not is_finished and (self.recent_numel <= limit or encloses(other.name, unit.name)):
+                continue
+            if not other.depth and other.reader not in (node, UNKNOWN_READER):
                 del self.recent[other.name]
                 self.recent_numel -= other.numel
+                self.finished.discard(other.name)
                 self._release(other)
 
     def _release(self, unit: Unit) -> None:
         unit.is_used, unit.reader = False, None
+        self.borrowed.discard(unit.name)
         unit.missing.clear()
         unit.mode = UnshardMode.COMPUTE
         if unit.is_sharded:
@@ -343,25 +367,27 @@ class Unsharder:
             storage.release(self.pool)
         self.live_numel -= unit.numel
 
-    def _prefetch(self, unit: Unit) -> None:
-        """Record the use, find it in the order of the last step, and gather ahead."""
+    def _follow(self, unit: Unit) -> None:
+        """Record a use, find it in the order of the last step, and gather ahead."""
         if len(self.trace) < _LONGEST_TRACE:
             self.trace.append(unit)
         position = self._position(unit)
         if position < 0:
             return
         self._next = position + 1
+        if position in self.last_uses and unit.name in self.recent:
+            self.finished.add(unit.name)
         for upcoming in self.order[self._next : self._next + _READ_AHEAD]:
             for storage in upcoming.storages:
                 storage.begin_reading()
-        ahead = 0
-        for upcoming in self.order[self._next :]:
-            ahead += upcoming.numel
-            if upcoming is _PAUSE or ahead > self.policy.prefetch_numel:
+        ahead, most = 0, self.policy.prefetch_numel
+        for upcoming in self.order[self._next :] if most else ():
+            if upcoming is _PAUSE or (ahead and ahead + upcoming.numel > most):
                 break
+            ahead += upcoming.numel
             if upcoming.is_sharded:
-                if not self._has_room(upcoming):
-                    break  # gather no later unit first: the order must be equal on ranks that have room
+                if self.live_numel + upcoming.numel > self.limits.ahead_numel:
+                    break
                 self._gather(upcoming)
 
     def _pause(self) -> None:
@@ -371,9 +397,16 @@ class Unsharder:
         pauses = (i for i in range(self._next, len(self.order)) if self.order[i] is _PAUSE)
         self._next = next(pauses, self._next - 1) + 1
 
-    def _has_room(self, unit: Unit) -> bool:
-        """Return whether gathering `unit` ahead keeps to `max_live_numel`, or to the two largest units."""
-        return self.live_numel + unit.numel <= max(self.policy.max_live_numel, 2 * self.largest_numel)
+    def _may_stay(self, unit: Unit) -> bool:
+        """Return whether `unit` may stay after its call."""
+        if self.live_numel <= self.limits.next_numel and self._is_next(unit):
+            return True
+        return self.live_numel <= self.limits.stay_numel and self._distance(unit) <= self.policy.max_reuse_numel
+
+    def _is_next(self, unit: Unit) -> bool:
+        """Return whether, once sharded, `unit` would be the next one to be gathered, by the last step's order."""
+        upcoming = (each for each in self.order[self._next :] if each is unit or each is _PAUSE or each.is_sharded)
+        return next(upcoming, None) is unit
 
     def _distance(self, unit: Unit) -> int:
         """Return the elements used before `unit` is used again, by the last step's order; 0 if unknown."""
@@ -392,3 +425,16 @@ class Unsharder:
             return self._next
         places = [index for index, other in enumerate(self.order) if other is unit]
         return next((index for index in places if index >= self._next), places[0] if places else -1)
+
+
+def _last_uses(order: Sequence[Unit]) -> frozenset[int]:
+    """Return the positions after which a unit is not used before the next pause."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    for position in reversed(range(len(order))):
+        if order[position] is _PAUSE:
+            seen.clear()
+        elif id(order[position]) not in seen:
+            seen.add(id(order[position]))
+            found.add(position)
+    return frozenset(found)

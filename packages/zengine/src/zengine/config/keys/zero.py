@@ -203,6 +203,10 @@ def _or_unlimited(numel: int) -> object:
     return "(unlimited)" if numel == sys.maxsize else numel
 
 
+def _or_working_set(numel: int | None) -> object:
+    return "(the running call and the next)" if numel is None else numel
+
+
 @attrs.frozen(kw_only=True)
 class Zero:
     """zero_optimization: sharding and offload.  `plan=` names a field of `ZeroPolicy`, or of `Offload`."""
@@ -240,7 +244,7 @@ class Zero:
         TRUTH, True, "false: raise if a parameter has no gradient", plan="ignore_unused"
     )
     stage3_prefetch_bucket_size: int = setting(
-        COUNT, 50_000_000, "elements gathered ahead of use", plan="prefetch_numel"
+        COUNT, 50_000_000, "elements gathered ahead of use, at least one unit; 0: none", plan="prefetch_numel"
     )
     stage3_param_persistence_threshold: int = setting(
         COUNT, 100_000, "parameters with fewer elements are not sharded", plan="persist_numel"
@@ -248,13 +252,19 @@ class Zero:
     stage3_model_persistence_threshold: int = setting(
         COUNT, sys.maxsize, "total elements of unsharded parameters", plan="persist_total_numel", show=_or_unlimited
     )
-    stage3_max_live_parameters: int = setting(
-        COUNT, 1_000_000_000, "elements kept gathered after forward", plan="max_live_numel"
+    # DeepSpeed's default is a billion for both: with it stage 3 keeps most models whole, and saves nothing.
+    stage3_max_live_parameters: int | None = setting(
+        null_or(COUNT, None),
+        None,
+        "elements kept gathered after forward; default: those of the running call and of the next; a billion if "
+        "stage3_max_reuse_distance is given",
+        plan="max_live_numel",
+        show=_or_working_set,
     )
-    stage3_max_reuse_distance: int = setting(
-        COUNT,
-        1_000_000_000,
-        "elements used until the next use of a unit, above which it is released",
+    stage3_max_reuse_distance: int | None = setting(
+        null_or(COUNT, None),
+        None,
+        "elements used until the next use of a unit, above which it is released; default: a billion",
         plan="max_reuse_numel",
     )
     # Ours: DeepSpeed gathers module by module.

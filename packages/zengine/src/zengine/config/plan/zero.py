@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
+DEEPSPEEDS_LIMIT = 1_000_000_000  # elements: its default of max_live_parameters and max_reuse_distance
 SECONDARY = "zero_optimization.zero_hpz_partition_size"
 _TUNING = "zero_optimization.offload_optimizer."
 
@@ -56,6 +57,7 @@ def zero_policy(
         "accumulate_dtype": dtypes.accumulate,
         "master_dtype": dtypes.master,
         "averaging": _averaging(settings),
+        **_whole_units(zero),
         "reduce_at": reduce_at(zero.stage, accumulation, zero.reduce_at),
         "sparse_gradients": SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
         "shard_group_size": _shard_group_size(settings, parallel),
@@ -148,6 +150,14 @@ def _tier(device: str, facts: Facts) -> Tier:
     if device == "nvme":
         return Tier.DISK
     return Tier.HOST if device == "cpu" and facts.device_type != "cpu" else Tier.DEVICE
+
+
+def _whole_units(zero: Zero) -> dict[str, int | None]:
+    """Return the limits of whole units: with either key, DeepSpeed's default holds for the other."""
+    live, distance = zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
+    if live is None and distance is not None:
+        live = DEEPSPEEDS_LIMIT
+    return {"max_live_numel": live, "max_reuse_numel": DEEPSPEEDS_LIMIT if distance is None else distance}
 
 
 def _zeropp_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str, int]:

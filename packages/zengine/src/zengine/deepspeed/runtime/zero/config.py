@@ -50,6 +50,8 @@ class DeepSpeedZeroConfig(SectionModel):
         "reduce_bucket_size": 500_000_000,
         "allgather_bucket_size": 500_000_000,
         "sub_group_size": 1_000_000_000,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
         "elastic_checkpoint": False,
         "parameter_alignment": False,
         "override_module_apply": True,
