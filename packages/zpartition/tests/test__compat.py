@@ -129,6 +129,22 @@ def test_one_kernel_multiplies_runs_of_rows() -> None:
     torch.testing.assert_close(y, torch.cat([x[:2] @ weight[0].t(), x[2:] @ weight[2].t()]))
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "expected"),
+    [("2.8.0", (9, 0), True), ("2.8.0", (8, 0), False), ("2.8.0", (10, 0), False), ("2.11.0+cu130", (10, 0), True)],
+)
+def test_grouped_products_are_used_where_torch_has_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, version: str, capability: tuple[int, int], expected: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    rows = types.SimpleNamespace(
+        is_cuda=True, dtype=torch.bfloat16, shape=(4, 16), element_size=lambda: 2, device=torch.device("cuda", 0)
+    )
+    weight = types.SimpleNamespace(dtype=torch.bfloat16, shape=(2, 8, 16))
+    assert has_grouped_mm(rows, weight) is expected  # type: ignore[arg-type]
+
+
 def test_modes_stay_in_force_in_a_backward() -> None:
     seen = []
 

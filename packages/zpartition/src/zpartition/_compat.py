@@ -155,12 +155,19 @@ def outer_saved_tensor_hooks() -> Hooks | None:
 def has_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether one kernel multiplies runs of rows of `x`, (rows, in), with `weight`, (runs, out, in).
 
-    It needs bfloat16, rows of multiples of 16 bytes and a GPU of compute capability 8 or more.
+    It needs bfloat16, rows of multiples of 16 bytes, and a GPU for which this torch has the kernel.  On others torch
+    raises (2.8), or multiplies run by run and waits for the device to learn their lengths (since 2.9).
     """
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not hasattr(torch, "_grouped_mm"):
         return False
     fits = all(size * x.element_size() % 16 == 0 for size in (x.shape[-1], weight.shape[-2])) and x.shape[0] > 0
-    return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return fits and torch.cuda.get_device_capability(x.device) in grouped_mm_capabilities(torch.__version__)
+
+
+def grouped_mm_capabilities(torch_version: str) -> tuple[tuple[int, int], ...]:
+    """Return the compute capabilities for which that torch has a kernel of grouped products."""
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return ((9, 0), (10, 0)) if (major, minor) >= (2, 9) else ((9, 0),)
 
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # as `__torch_function__`: operations go to dispatch
