@@ -90,7 +90,7 @@ class _MoveRows(Function):
     def forward(ctx: Any, rows: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
         ctx.old, ctx.new = old, new
         moved = rows.new_empty(sum(new), rows.shape[1])
-        for source, target in zip(rows.split(old), moved.split(new)):
+        for source, target in zip(torch.split(rows, list(old)), torch.split(moved, list(new))):
             shared = min(len(source), len(target))
             target[:shared] = source[:shared]
             target[shared:] = 0
