@@ -5,10 +5,11 @@ import resource
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
-from zckpt import CheckpointCorrupt, Peers, Shard, find, save, whole
+from zckpt import CheckpointCorrupt, Peers, ReadRequest, Shard, find, save, whole
 from zckpt.loading import run_reads as fetching
 from zckpt.saving import plan as planning
 from zckpt.storage.storage import LOCAL, LocalStorage, Reader
@@ -51,21 +52,25 @@ class Counting:
 
     inner: LocalStorage
     nbytes_read: list[int]
+    buffers: set[tuple[int, int]] = attrs.field(factory=set)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
     def open(self, path: Path, *, once: bool = False) -> Reader:
-        return CountingReader(self.inner.open(path, once=once), self.nbytes_read if "rank" in path.name else [])  # type: ignore[return-value]
+        counts = (self.nbytes_read, self.buffers) if "rank" in path.name else ([], set())
+        return CountingReader(self.inner.open(path, once=once), *counts)  # type: ignore[return-value]
 
 
 @attrs.frozen(eq=False)
 class CountingReader:
     inner: Reader
     nbytes_read: list[int]
+    buffers: set[tuple[int, int]]  # address and bytes of what was read into
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.nbytes_read.append(len(buffer))
+        self.buffers.add((np.frombuffer(buffer, np.uint8).ctypes.data, len(buffer)))
         self.inner.read_into(offset, buffer)
 
     def __getattr__(self, name: str) -> object:
@@ -174,3 +179,34 @@ def test_a_checkpoint_of_many_files_is_read_with_few_of_them_open(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert all(tensor.equal(expected[name]) for name, tensor in live.items())
+
+
+def disk_nbytes() -> int:
+    """Bytes that this process has read from a disk so far."""
+    return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
+
+
+def test_verifying_first_reads_the_disk_once_and_holds_no_second_copy(tmp_path: Path) -> None:
+    expected = {name: torch.rand(2 << 20) for name in ("a", "b", "c")}
+    total = sum(each.nbytes for each in expected.values())
+    for path in save(tmp_path, "a", tensors=expected, writers=1).iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    live = {name: torch.zeros_like(each) for name, each in expected.items()}
+    buffers: set[tuple[int, int]] = set()
+    storage = Counting(LOCAL, [], buffers)
+    start = disk_nbytes()
+    wanted = [whole(name, tensor) for name, tensor in live.items()]
+    copy = find(tmp_path, storage=storage).prepare_read(ReadRequest(wanted, verify="first", readers=2))  # type: ignore[arg-type]
+    verified = disk_nbytes()
+    assert sum(nbytes for _, nbytes in buffers) < total / 3  # the same few buffers
+    assert not any(each.any() for each in live.values())
+    buffers.clear()
+    copy()
+    assert all(live[name].equal(each) for name, each in expected.items())
+    own = [range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in live.values()]
+    assert sum(nbytes for address, nbytes in buffers if any(address in each for each in own)) == total
+    assert sum(nbytes for _, nbytes in buffers) < 1.1 * total  # past the buffers
+    assert disk_nbytes() - verified < 0.1 * total
+    assert verified - start < 1.3 * total  # 0 where the files are in memory (tmpfs)

@@ -112,6 +112,7 @@ def test_small_neighbours_are_written_together_with_the_bytes_and_checksums_of_e
     writer = Counting(tmp_path / "f")
     checksums = safefile.write(writer, layout, tensors)  # type: ignore[arg-type]
     assert len(writer.sizes) < 20
+    assert {4 * 3, 4 * (5 + 1 + 2 + 4096), 4 * 7} < set(writer.sizes)  # no large one is copied to join them
     data = (tmp_path / "f").read_bytes()
     for tensor, start, checksum in zip(tensors, layout.offsets, checksums):
         stored = data[start : start + tensor.nbytes]

@@ -40,17 +40,23 @@ def write(writer: Writer, layout: FileLayout, tensors: Iterable[Tensor]) -> list
 def _groups(given: Iterable[tuple[TensorPart, Tensor]]) -> Iterator[list[tuple[TensorPart, Tensor]]]:
     """Small neighbours of one dtype and device together, at most one chunk of bytes; each other part alone."""
     group: list[tuple[TensorPart, Tensor]] = []
-    nbytes, kind = 0, (torch.bool, torch.device("meta"))
+    nbytes = 0
     for part, tensor in given:
         assert (tensor.dtype, tensor.numel()) == (part.dtype, part.region.numel), part
-        size, is_joinable = part.nbytes, (part.dtype, tensor.device) == kind and part.dtype in _JOINABLE
-        if group and not (is_joinable and size <= _SMALL_NBYTES and nbytes + size <= chunks.MAX_NBYTES):
+        if group and not (_may_join(group[-1], (part, tensor)) and nbytes + part.nbytes <= chunks.MAX_NBYTES):
             yield group
             group, nbytes = [], 0
         group.append((part, tensor))
-        nbytes, kind = nbytes + size, (part.dtype, tensor.device)
+        nbytes += part.nbytes
     if group:
         yield group
+
+
+def _may_join(before: tuple[TensorPart, Tensor], here: tuple[TensorPart, Tensor]) -> bool:
+    """True if two neighbours are small, and of one dtype and device."""
+    (part, tensor), (other, found) = before, here
+    is_alike = (part.dtype, tensor.device) == (other.dtype, found.device) and part.dtype in _JOINABLE
+    return is_alike and max(part.nbytes, other.nbytes) <= _SMALL_NBYTES
 
 
 def _write_small(writer: Writer, group: list[tuple[TensorPart, Tensor]]) -> list[str]:

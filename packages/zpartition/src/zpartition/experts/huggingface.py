@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zpartition.experts.dispatch import TokenDispatch
+from zpartition.experts.row_padding import RowPadding
 from zpartition.experts.stacked import check_divisible, connect_to_graph, mark_experts
 from zpartition.layout.address import Address
 from zpartition.layout.hf_experts import ShardedHFExperts, choice_of
@@ -87,7 +88,9 @@ class _ShardedHFExperts(ShardedHFExperts):
 
     def _compute_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Call the original forward with one choice of weight 1 for each row."""
-        numbers = torch.repeat_interleave(torch.tensor(counts)).to(rows.device)
+        padding = RowPadding.choose(rows, counts, max(param[0].numel() for param in self.parameters()))
+        rows = padding.spread(rows)
+        numbers = torch.repeat_interleave(torch.tensor(padding.padded)).to(rows.device)
         weights = rows.new_ones(rows.shape[0], 1)
         y: Tensor = super().forward(rows, numbers[:, None], weights)
-        return y.to(rows.dtype)
+        return padding.collect(y.to(rows.dtype))
