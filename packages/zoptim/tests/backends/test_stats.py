@@ -264,5 +264,5 @@ def test_an_optimizer_measures_what_its_step_reads(way: None) -> None:
     params[1].grad = torch.full((70_000,), math.inf)
     assert optimizer.grad_stats().found_inf == 1.0
     params[1].grad = torch.ones(70_000).to_sparse()
-    with pytest.raises(TypeError, match="gradient 1 is torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"gradient 1 is torch\.sparse_coo"):
         optimizer.grad_stats()

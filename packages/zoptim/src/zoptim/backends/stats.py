@@ -176,7 +176,10 @@ def _squares(grads: Sequence[Tensor]) -> float | Tensor:
     if library is None or grads[0].dtype not in FORMAT_OF_DTYPE:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
     rows = grads if all(map(Tensor.is_contiguous, grads)) else list(map(as_dense, grads))
-    starts, numel = library.ffi.new("uint64_t[]", addresses(rows)), library.ffi.new("int64_t[]", [*map(Tensor.numel, rows)])
+    starts, numel = (
+        library.ffi.new("uint64_t[]", addresses(rows)),
+        library.ffi.new("int64_t[]", [*map(Tensor.numel, rows)]),
+    )
     return _squares_at(library, FORMAT_OF_DTYPE[rows[0].dtype], starts, numel, len(rows))
 
 

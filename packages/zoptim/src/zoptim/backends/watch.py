@@ -190,6 +190,7 @@ class GradTrace:
         before, self.addresses = self.addresses, _addresses(grads)
         return Grads.SAME if before == self.addresses else Grads.MOVED
 
+
 _RESULTS: Mapping[int, Grads] = {0: Grads.SAME, 1: Grads.MOVED, -1: Grads.OTHER}
 
 
