@@ -82,11 +82,17 @@ def _list_parts(total: int) -> dict[str, Part]:
     moments = [[optimizer.state[param][name] for param in ours] for name in ("exp_avg", "exp_avg_sq")]
     streams = [arena.get("weight"), sets[0], *moments]
 
-    def boundary() -> None:
-        stats = zoptim.grad_stats(param.grad for param in ours)
+    def boundary(measure: Callable[[], zoptim.GradStats]) -> None:
+        stats = measure()
         optimizer.grad_scale, optimizer.found_inf = stats.divisor(max_norm=MAX_NORM), stats.found_inf
         optimizer.step()
         optimizer.zero_grad()
+
+    def by_list() -> None:
+        boundary(lambda: zoptim.grad_stats(param.grad for param in ours))
+
+    def by_optimizer() -> None:
+        boundary(optimizer.grad_stats)
 
     def torch_boundary() -> None:
         torch.nn.utils.clip_grad_norm_(peers, MAX_NORM)
@@ -100,7 +106,8 @@ def _list_parts(total: int) -> dict[str, Part]:
         "ours, new gradients": Part("floor", optimizer.step, new),
         "torch fused": Part("floor", fused.step, _assigner(peers, sets[:1])),
         "floor with a norm": Part("floor with a norm", cpu_floor("clip", streams)),
-        "ours, whole boundary": Part("floor with a norm", boundary, new),
+        "ours, whole boundary": Part("floor with a norm", by_list, new),
+        "ours, whole boundary, optimizer.grad_stats": Part("floor with a norm", by_optimizer, new),
         "torch clip and fused": Part("floor with a norm", torch_boundary, _assigner(peers, sets)),
         "ours, norm and divisor": Part(
             "floor with a norm", lambda: zoptim.grad_stats(sets[0]).divisor(max_norm=MAX_NORM)

@@ -177,6 +177,6 @@ def test_the_bench_of_small_lists_reports_every_part_over_its_floor() -> None:
     assert done.returncode == 0, done.stderr
     tables = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
     rows = [cells for cells in tables if cells[0].strip(" -")]
-    assert len(rows) == 11
+    assert len(rows) == 12
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
     assert "floor with a norm" in done.stdout

@@ -22,6 +22,7 @@ from zpartition._compat import (
     is_in_backward,
     is_unreferenced,
     outer_saved_tensor_hooks,
+    parameters_of,
     run_backward,
     running_node,
     swap,
@@ -115,6 +116,14 @@ def test_parameters_are_read_through_the_modules_dict() -> None:
     module._parameters = Noticing(module._parameters)
     module(torch.ones(1, 2))
     assert sorted(set(seen)) == ["bias", "weight"]
+
+
+def test_parameters_of_all_submodules_are_found() -> None:
+    shared = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(shared, torch.nn.ModuleList([shared, torch.nn.Linear(2, 1, bias=False)]))
+    model[1].back = model  # a circle
+    model[1].register_parameter("absent", None)
+    assert {id(param) for param in parameters_of(model)} == {id(param) for param in model.parameters()}
 
 
 def test_item_is_one_operation_that_has_a_name() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoptim import grad_stats, sum_of_squares
+from zoptim import AdamW, grad_stats, sum_of_squares
 from zoptim.backends import native, select
+from zoptim.backends.stats import stats_of_params
+from zoptim.backends.watch import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -206,3 +208,61 @@ def test_a_sum_of_squares_is_that_of_the_norm(numel: int) -> None:
     assert float(sum_of_squares(grads)) == pytest.approx(float(expected), rel=1e-6)
     assert sum_of_squares(grads).sqrt() == grad_stats(grads).norm
     assert sum_of_squares([]) == 0
+
+
+class WithItsOwnGrad(torch.nn.Parameter):
+    """Shows another gradient than autograd has recorded."""
+
+    @property
+    def grad(self) -> Tensor:  # type: ignore[override]
+        return torch.full((3,), 2.0)
+
+
+def params_of(case: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters, and the tensors whose gradients are read."""
+    params = [torch.ones(4, 3), torch.ones(70_000), torch.ones(5), torch.ones(())]
+    for param in params:
+        param.grad = torch.randn(param.shape)
+    params[2].grad = None
+    weights = params
+    if case == "mirrored":
+        weights = [*params[:2], torch.ones(5, dtype=torch.bfloat16), params[3]]
+        weights[2].grad = torch.randn(5).bfloat16()
+    elif case == "in another layout":
+        params[0].grad = torch.randn(3, 4).t()
+    elif case == "of many dims":
+        params[0] = torch.ones(1, 2, 1, 1, 1, 3)
+        params[0].grad = torch.randn(1, 2, 1, 1, 1, 3)
+    elif case == "empty":
+        params[2] = torch.ones(0, 4)
+        params[2].grad = torch.ones(0, 4)
+    elif case == "a class's own":
+        params[2] = WithItsOwnGrad(torch.ones(3))
+    elif case == "none":
+        for param in params:
+            param.grad = None
+    return params, weights
+
+
+CASES = ["plain", "mirrored", "in another layout", "of many dims", "empty", "a class's own", "none"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_have_the_statistics_of_their_gradients(case: str, way: None) -> None:
+    lists = [params_of(case), params_of("plain")]
+    found = stats_of_params(lists)
+    expected = grad_stats(grad for params, weights in lists for grad in gradients(params, weights))
+    assert (found.norm, found.found_inf) == (expected.norm, expected.found_inf)
+    assert found.norm.item() > 0
+
+
+def test_an_optimizer_measures_what_its_step_reads(way: None) -> None:
+    params, weights = params_of("mirrored")
+    optimizer = AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    optimizer.mirror(params[2], weights[2])
+    assert optimizer.grad_stats().norm == grad_stats(gradients(params, weights)).norm
+    params[1].grad = torch.full((70_000,), math.inf)
+    assert optimizer.grad_stats().found_inf == 1.0
+    params[1].grad = torch.ones(70_000).to_sparse()
+    with pytest.raises(TypeError, match=r"gradient 1 is torch\.sparse_coo"):
+        optimizer.grad_stats()

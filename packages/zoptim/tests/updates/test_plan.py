@@ -109,6 +109,11 @@ def replace_weight_in_another_layout(optimizer: Any, params: list[Tensor]) -> No
     params[0].data = params[0].data.t().contiguous().t()
 
 
+def transpose_weight(optimizer: Any, params: list[Tensor]) -> None:
+    """At the same address."""
+    params[0].data = params[0].data.t()
+
+
 def replace_the_parameter_by_an_alias(optimizer: Any, params: list[Tensor]) -> None:
     params[0] = params[0].detach().requires_grad_()
     optimizer.param_groups[0]["params"][0] = params[0]
@@ -165,6 +170,7 @@ CHANGES = [
     replace_weight,
     offload_and_reload_weight,
     replace_weight_in_another_layout,
+    transpose_weight,
     replace_the_parameter_by_an_alias,
     swap_two_parameters,
     replace_state_tensors,

@@ -27,6 +27,7 @@ __all__ = [
     "is_in_backward",
     "is_unreferenced",
     "outer_saved_tensor_hooks",
+    "parameters_of",
     "run_backward",
     "running_node",
     "swap",
@@ -101,6 +102,18 @@ def draw_one() -> None:
     """Advance torch's generator by one number, hidden from all modes."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         torch.rand((), device="cpu")
+
+
+def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters of all submodules, a tied one more than once, in a fraction of `module.parameters()`."""
+    modules, seen, params = [module], {id(module)}, list[torch.nn.Parameter | None]()
+    for current in modules:
+        params += current._parameters.values()
+        for child in current._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return [param for param in params if param is not None]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
+from zpartition._compat import parameters_of
 from zpartition.gradients.bucket import NonFiniteProbe
 from zpartition.gradients.reducer import GradientReducer
 from zpartition.gradients.speculate import NO_SPECULATION, SpeculativeStep
@@ -181,7 +182,7 @@ class PartitionState:
         owned = {id(param) for gradient in self.reducer.gradients for param in gradient.params}
         for gradient in self.reducer.gradients:
             gradient.drop_plain()
-        for param in self.module.parameters():
+        for param in parameters_of(self.module):
             if id(param) not in owned:
                 param.grad = None
 

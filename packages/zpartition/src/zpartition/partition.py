@@ -28,6 +28,7 @@ from torch import nn
 
 import zcomm
 from zpartition import unfreeze as unfreezing
+from zpartition._compat import parameters_of
 from zpartition.core import PartitionState, Unused
 from zpartition.deferred.init import Deferred, suspend_init
 from zpartition.estimate.memory import count_bytes
@@ -255,7 +256,8 @@ class Partition(PartitionState):
             if name := storage.moved():
                 raise ValueError(
                     f"parameter {name} no longer lives in the partition's memory: module.to(), .half(), .float() or "
-                    "an assignment to .data moved it after shard(). Convert the module first, then partition it."
+                    "an assignment to .data moved or transposed it after shard(). Convert the module first, then "
+                    "partition it."
                 )
         self.unsharder.check_unwritten()
         unfreezing.check_frozen(self)
@@ -322,8 +324,9 @@ class Partition(PartitionState):
         self.unsharder.end_step()
         for storage in self.storages:
             storage.master.grad = None
-        for param in self.module.parameters():
-            param.grad = None
+        for param in parameters_of(self.module):
+            if param.grad is not None:
+                param.grad = None
 
     @contextmanager
     def zero_grad_on_exit(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import Offload, Speculation, Tier, ZeroPolicy
-from zpartition.gradients.speculate import NO_SPECULATION, start_speculation
+from zpartition.gradients.speculate import NO_SPECULATION, SpeculativeThread, start_speculation
 from zpartition.memory.mover import PlainMover
 from zpartition.testing import Net, backward, differing, fingerprint, make, train
 
@@ -107,6 +108,7 @@ def _in_between(touch: str) -> tuple[list[str], list[int]]:
         train(partition, model, optimizer, range(1), 1)
         backward(partition, model, 0, 1)
         if touch == "another backward":
+            partition.speculative_step.join()  # an update that has not begun would be cancelled, not rolled back
             backward(partition, model, 4, 1)
         partition.finish_gradients()
         if touch == "gradient":
@@ -131,6 +133,7 @@ def _is_undone() -> tuple[list[str], list[str], int]:
         train(partition, model, optimizer, range(2), 1)
         before = fingerprint(partition, model)
         backward(partition, model, 3, 1)
+        partition.speculative_step.join()  # an update that has not begun would be cancelled, not rolled back
         partition.rollback_speculation()
         undone = differing(before, fingerprint(partition, model))
         partition.finish_gradients()
@@ -140,6 +143,35 @@ def _is_undone() -> tuple[list[str], list[str], int]:
         found.append(fingerprint(partition, model))
         partition.close()
     return undone, differing(*found), count
+
+
+def _before_any_begins() -> tuple[list[str], list[int]]:
+    """The thread is busy until another backward has ended."""
+    found, counts = [], [0, 0]
+    for offload in (HOST, AHEAD):
+        model, optimizer, partition = make(offload, 1, torch.float32)
+        train(partition, model, optimizer, range(1), 1)
+        step, is_over = partition.speculative_step, threading.Event()
+        before = [step.num_confirmed, step.num_rolled_back]
+        if isinstance(step, SpeculativeThread):
+            step.thread.submit(is_over.wait)
+        backward(partition, model, 0, 1)
+        backward(partition, model, 4, 1)
+        is_over.set()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+        counts = [step.num_confirmed - before[0], step.num_rolled_back - before[1]]
+        found.append(fingerprint(partition, model))
+        partition.close()
+    return differing(*found), counts
+
+
+def test_updates_that_have_not_begun_are_cancelled_by_another_backward() -> None:
+    for wrong, (confirmed, retracted) in run_ranks(_before_any_begins, 2):
+        assert not wrong
+        assert confirmed > 0
+        assert retracted == 0
 
 
 def test_before_a_save_within_a_step_updates_are_undone_and_made_again() -> None:

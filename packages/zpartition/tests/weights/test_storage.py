@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch.nn import Parameter
 
@@ -53,6 +56,27 @@ def test_a_parameter_that_was_moved_is_named():
     storage, params = make(torch.float32)
     params["b"].data = params["b"].data.clone()
     assert storage.moved() == "b"
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.t, lambda data: data[:, :4]], ids=["transposed", "cut"])
+def test_a_parameter_that_is_seen_in_another_way_is_named(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """At the same address: gradients would be added in another order than the weights have."""
+    storage, params = make(torch.float32)
+    params["a"].data = change(params["a"].data)
+    assert storage.moved() == "a"
+
+
+def test_memory_that_moves_with_its_parameters_and_empty_ones_have_not_moved() -> None:
+    specs = [ParamSpec("empty", (0, 3), torch.float32), ParamSpec("a", (2, 2), torch.float32)]
+    bucket = plan_layout(specs, world_size=1, num_shards=1).buckets[0]
+    params = tuple(Parameter(torch.ones(slot.shape)) for slot in bucket.slots)
+    storage = BucketStorage.create(bucket, params, ZeroPolicy(), 0, torch.zeros(bucket.numel))
+    assert storage.moved() == ""
+    storage.flat = storage.flat.clone()
+    assert storage.moved() == "a"
+    for slot, param in zip(bucket.slots, params):
+        param.data = storage.flat[slot.offset : slot.end].view(slot.shape)
+    assert storage.moved() == ""
 
 
 def test_close_gives_every_parameter_its_own_memory():

@@ -24,6 +24,8 @@ _IMPL_WORDS = 22  # words that every TensorImpl has, at least
 _FEW_WORDS = 8
 _LEAST_ADDRESS = 1 << 16  # smaller words are numbers
 _SHAPE, _STRIDES, _OFFSET = (3, 5), (1013, 149), 17  # numbers that are nothing else in a tensor
+_DTYPE_BITS = 2**40 - 1  # of a word: dtype and device, as DTYPE_BITS of tensors.c
+_KIND = (1, 2, 6, 7, 11, 12)  # words from the dims to these sizes and strides, the offset and the number of elements
 
 
 def find_places() -> Places | None:
@@ -37,7 +39,7 @@ def find_places() -> Places | None:
         impl = _word(id(extra) + found["impl"])
         storage = _word(impl + found["storage"])
         expected = (extra._cdata, extra.untyped_storage()._cdata, extra.storage_offset())
-        if (impl, storage, _word(impl + found["offset"])) != expected:
+        if (impl, storage, _word(impl + found["kind"] + 8 * _KIND[4])) != expected:
             return None
         if _word(storage + found["data"]) != extra.untyped_storage().data_ptr():
             return None
@@ -50,20 +52,23 @@ def _tensor_places() -> Places:
     storage = tensor.untyped_storage()
     foreign = torch.frombuffer(bytearray(16), dtype=torch.float32).untyped_storage()  # its owner is no second address
     impl_words = _words(tensor._cdata, _IMPL_WORDS)
-    offset = _position(impl_words, _OFFSET)
-    for value in (*_SHAPE, *_STRIDES):
-        if _position(impl_words, value) > offset:
-            raise LookupError("sizes and strides lie behind the offset")
+    kind = _position(impl_words, _SHAPE[0]) - 8
+    sizes, strides = ([_position(impl_words, value) for value in values] for values in (_SHAPE, _STRIDES))
+    rest = [_position(impl_words, value) for value in (_OFFSET, tensor.numel())]
+    if impl_words[kind // 8] != len(_SHAPE) or [*sizes, *strides, *rest] != [kind + 8 * k for k in _KIND]:
+        raise LookupError("dims, sizes, strides, offset and number of elements do not follow one another")
     other, twin = tensor.to(torch.bfloat16), _float32(6000).as_strided(_SHAPE, _STRIDES, _OFFSET)
     others, plain = _words(other._cdata, _IMPL_WORDS), _words(twin._cdata, _IMPL_WORDS)
-    kind = offset + 16  # the dtype, behind the number of elements
-    if others[kind // 8] == impl_words[kind // 8] or plain[kind // 8] != impl_words[kind // 8]:
-        raise LookupError("the dtype does not follow the number of elements")
+    elsewhere = _words(torch.empty(3, device="meta", dtype=torch.float32)._cdata, _IMPL_WORDS)
+    own, of_dtype, of_device, equal = (
+        words[rest[1] // 8 + 1] & _DTYPE_BITS for words in (impl_words, others, elsewhere, plain)
+    )
+    if own in (of_dtype, of_device) or own != equal:
+        raise LookupError("dtype and device do not follow the number of elements")
     return {
         "impl": _position(_words(id(tensor), torch.Tensor.__basicsize__ // 8), tensor._cdata),
         "storage": _position(impl_words[:_FEW_WORDS], storage._cdata),
-        "offset": offset,
-        "impl_bytes": kind + 8,
+        "kind": kind,
         "data": _position(_words(foreign._cdata, _FEW_WORDS), foreign.data_ptr()),
     }
 
@@ -85,7 +90,7 @@ def _autograd_places() -> Places:
 
 
 def _container_places() -> Places:
-    """Length and items of a list, the version of a dict."""
+    """The length and the items of a list, the version of a dict."""
     items: list[object] = [torch.ones(()), "another", 3]
     words = _words(id(items), list.__basicsize__ // 8)
     length, array = 16, 24
@@ -99,9 +104,8 @@ def _container_places() -> Places:
     del watched["a"]
     another: dict[str, object] = {}
     versions |= {_word(id(watched) + place), _word(id(another) + place)}
-    if len(versions) < 5:
-        _missing("the version of a dict")
-    return {"length": length, "items": array, "version": place}
+    is_version = len(versions) == 5  # else the items of a dict are compared
+    return {"length": length, "items": array, "version": place if is_version else 0}
 
 
 def _float32(numel: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import operator
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,19 +28,17 @@ from torch import Tensor
 
 from zoptim.backends import native
 from zoptim.backends import select as backends
-from zoptim.backends.contract import FORMAT_OF_DTYPE, SPAN_NUMEL
+from zoptim.backends.contract import FORMAT_OF_DTYPE
 from zoptim.backends.memory import addresses, as_dense
 from zoptim.backends.native import Reader
+from zoptim.backends.watch import gradients
 from zoptim.checks import number
 
 __all__ = ["GradStats", "grad_stats", "sum_of_squares"]
 
 
 _kind = operator.attrgetter("layout", "dtype", "device")
-_FLAGS = {
-    True: torch.zeros((), device="cpu"),
-    False: torch.ones((), device="cpu"),
-}  # found_inf, by whether the sum is finite
+_CPU = torch.device("cpu")
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +57,7 @@ class GradStats:
         number("max_norm", max_norm, 0)
         if isinstance(loss_scale, (int, float)) and loss_scale > 0 and self.norm.device.type == "cpu":
             found = _divisor(self.norm.item(), float(loss_scale), max_norm)
-            return torch.tensor(found, dtype=torch.float32, device="cpu")
+            return torch.scalar_tensor(found, dtype=torch.float32, device=_CPU)
         scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=self.norm.device)
         if max_norm == 0:
             return scale.float()
@@ -80,11 +77,11 @@ def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
 
     Raises TypeError or ValueError with the index of a gradient that does not fit.
     """
-    given = [grad for grad in grads if grad is not None]
-    total = _fast_squares(given)
+    found = list(grads)
+    total = _fast_squares(found)
     if total is not None:
-        norm = torch.tensor(math.sqrt(total), dtype=torch.float64, device="cpu")
-        return GradStats(norm, _FLAGS[math.isfinite(total)].clone())
+        return _stats_of(total)
+    given = [grad for grad in found if grad is not None]
     kinds = _check_kinds(given)
     if given and given[0].device.type == "cuda" and backends.reason_without_kernels(given[0].device) is None:
         from zoptim.backends import gpu
@@ -104,19 +101,55 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     found = _fast_squares(list(grads))
     if found is None:
         return _total(grads, _check_kinds(grads))
-    return torch.tensor(found, dtype=torch.float64, device="cpu")
+    return torch.scalar_tensor(found, dtype=torch.float64, device=_CPU)
 
 
-def _fast_squares(grads: list[Tensor]) -> float | None:
-    """Sum the squares of contiguous CPU gradients of one dtype that has a kernel; None for others."""
+def stats_of_params(lists: Sequence[tuple[list[Tensor], list[Tensor]]]) -> GradStats:
+    """Return `grad_stats` of the gradients of parameters; where one is None, of that of a weight.
+
+    lists: for each group, parameters and weights, as in watch.py.  Makes no object for a gradient.
+    """
+    total = _squares_of_params(lists)
+    if total is not None:
+        return _stats_of(total)
+    return grad_stats(grad for params, weights in lists for grad in gradients(params, weights))
+
+
+def _stats_of(total: float) -> GradStats:
+    """Return the statistics of gradients whose squares sum to `total`."""
+    norm = torch.scalar_tensor(math.sqrt(total), dtype=torch.float64, device=_CPU)
+    return GradStats(norm, torch.scalar_tensor(not math.isfinite(total), dtype=torch.float32, device=_CPU))
+
+
+def _fast_squares(grads: list[Any]) -> float | None:
+    """Sum the squares of contiguous CPU gradients of one dtype that has a kernel; None for others, and for none."""
     library = native.library()
     if library is None or library.reader is Reader.NONE or not grads:
         return None
-    rows, numel = array("Q", bytes(8 * len(grads))), array("q", bytes(8 * len(grads)))
-    view = library.ffi.from_buffer
-    row_view, numel_view = view("uint64_t[]", rows), view("int64_t[]", numel)
-    kind = library.lib.zk_rows(id(grads), row_view, numel_view)
-    return _squares_at(library, kind, row_view, numel_view, numel) if kind else None
+    rows, numel, kind = _row_arrays(library, len(grads))
+    length = library.lib.zk_rows(id(grads), rows, numel, kind)
+    return _squares_at(library, kind[0], rows, numel, length) if length > 0 else None
+
+
+def _squares_of_params(lists: Sequence[tuple[list[Tensor], list[Tensor]]]) -> float | None:
+    """The same for the gradients of parameters."""
+    library = native.library()
+    if library is None or library.reader is not Reader.WORDS:
+        return None
+    rows, numel, kind = _row_arrays(library, sum(len(params) for params, _ in lists))
+    length = 0
+    for params, weights in lists:
+        found = library.lib.zk_grad_rows(id(params), id(weights), rows + length, numel + length, kind)
+        if found < 0:
+            return None
+        length += found
+    return _squares_at(library, kind[0], rows, numel, length) if length else None
+
+
+def _row_arrays(library: native.Library, length: int) -> tuple[Any, Any, Any]:
+    """Return memory for addresses, sizes and the format of rows."""
+    new = library.ffi.new
+    return new("uint64_t[]", length), new("int64_t[]", length), new("int *")
 
 
 def _check_kinds(given: Sequence[Tensor]) -> list[tuple[Any, ...]]:
@@ -143,15 +176,17 @@ def _squares(grads: Sequence[Tensor]) -> float | Tensor:
     if library is None or grads[0].dtype not in FORMAT_OF_DTYPE:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
     rows = grads if all(map(Tensor.is_contiguous, grads)) else list(map(as_dense, grads))
-    numel, view = array("q", map(Tensor.numel, rows)), library.ffi.from_buffer
-    row_view, numel_view = view("uint64_t[]", array("Q", addresses(rows))), view("int64_t[]", numel)
-    return _squares_at(library, FORMAT_OF_DTYPE[rows[0].dtype], row_view, numel_view, numel)
+    starts, numel = (
+        library.ffi.new("uint64_t[]", addresses(rows)),
+        library.ffi.new("int64_t[]", [*map(Tensor.numel, rows)]),
+    )
+    return _squares_at(library, FORMAT_OF_DTYPE[rows[0].dtype], starts, numel, len(rows))
 
 
-def _squares_at(library: native.Library, kind: int, rows: Any, sizes: Any, numel: array[int]) -> float:
-    """Sum the squares of rows at addresses; `kind` is a format of contract.py."""
-    partials = library.ffi.new("double[]", len(numel) + sum(numel) // SPAN_NUMEL)
-    return float(library.lib.zk_squares(kind, len(numel), rows, sizes, partials, native.num_threads()))
+def _squares_at(library: native.Library, kind: int, rows: Any, numel: Any, length: int) -> float:
+    """Sum the squares of `length` rows at addresses; `kind` is a format of contract.py."""
+    partials = library.ffi.new("double[]", int(library.lib.zk_num_partials(length, numel)))
+    return float(library.lib.zk_squares(kind, length, rows, numel, partials, native.num_threads()))
 
 
 def _check_kind(kind: tuple[Any, ...], index: int, first: tuple[Any, ...]) -> None:

@@ -6,11 +6,14 @@ times the update of a small tensor.
 
 Design: three readers, each of which the next one backs up.
 
-1. `Watch` compares the words of memory that hold identities and addresses (`probe.py` finds their places), in one
-   call that follows no pointer.  A difference proves nothing.
-2. The extension walks the containers and compares what it finds with what it recorded (`tensors.c`); it reads
-   tensor objects through DLPack's C exchange API.
+1. By words: the extension compares the words of memory that hold identities, addresses, sizes and strides with
+   recorded ones (`tensors.c`; `probe.py` finds their places).  A difference proves nothing.
+2. By objects: it walks the containers and compares what it finds with what it recorded; it reads tensor objects
+   through DLPack's C exchange API.
 3. Without the extension, and for tensors that DLPack cannot view, Python asks the same questions.
+
+A tensor is the same if its address, dtype, shape and strides are: `weight.data = weight.data.t()` keeps the address,
+and its state would be in another order.
 
 Rejected: hooks on assignment (none exist for `.data`), torch's headers (a wheel for each torch).
 """
@@ -18,6 +21,7 @@ Rejected: hooks on assignment (none exist for `.data`), torch's headers (a wheel
 from __future__ import annotations
 
 import enum
+import functools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,72 +33,75 @@ from torch import Tensor
 from zoptim.backends import native
 from zoptim.backends.native import Reader
 
-__all__ = ["GradTrace", "Grads", "Trace", "Watch", "gradients", "kinds_of"]
+__all__ = ["GradTrace", "Grads", "Trace", "gradients", "kinds_of"]
 
-_MOST_DIM = 5  # a tensor of more dims keeps its sizes elsewhere, and new ones may lie at the same place
+_ROW_WORDS = 15  # of tensors.c
 _DEPTH = 3  # [[[parameter]], {parameter: {name: tensor}}], as MOST_DEPTH of tensors.c
-
-
-@attrs.frozen(eq=False)
-class Watch:
-    """Words of memory, and what they were.  The words before a place prove that it may be read."""
-
-    places: array[int]  # "Q", addresses
-    values: array[int]  # "Q"
-
-    @classmethod
-    def of(cls, record: Callable[[Any, Any, int], int], library: native.Library) -> Watch:
-        """Record by a function of tensors.c that takes two arrays and their length."""
-        view, null = library.ffi.from_buffer, library.ffi.NULL
-        length = record(null, null, 0)
-        result = cls(array("Q", bytes(8 * length)), array("Q", bytes(8 * length)))
-        found = record(view("uint64_t[]", result.places), view("uint64_t[]", result.values), length)
-        return result if found == length else NOTHING
-
-    def holds(self, library: native.Library) -> bool:
-        """Return whether every word is as it was; False if there is none."""
-        view = library.ffi.from_buffer
-        places, values = view("uint64_t[]", self.places), view("uint64_t[]", self.values)
-        return bool(self.values) and bool(library.lib.zk_is_unchanged(places, values, len(self.values)))
-
-
-NOTHING = Watch(array("Q"), array("Q"))
 
 
 @attrs.define(eq=False)
 class Trace:
-    """What nested lists and dicts contained: tensors of lists, dicts and keys by identity; every tensor's address.
+    """What nested lists and dicts contained: tensors, dicts and keys by identity; every tensor's address and kind.
 
     It keeps all of them alive, so an equal identity is the same object and an equal address the same memory.
     """
 
-    words: array[int]  # "Q"
+    record: array[int] | list[Any]  # of the extension, "Q", or of Python
     held: list[Any]
     root: list[Any] = attrs.field(factory=list)  # of the watch
-    watch: Watch = NOTHING
+    watch: Watch | None = None
 
     @classmethod
     def of(cls, root: list[Any]) -> Trace:
         """Record `root`: lists of tensors, and dicts whose values are tensors or such dicts."""
-        held: list[Any] = []
-        return cls(array("Q", _walk(root, held)), held)
+        library, held = native.library(), list[Any]()
+        if library is not None and library.reader is not Reader.NONE:
+            words = _fill(library, lambda *room: library.lib.zk_trace(id(root), id(held), *room))
+            if words is not None:
+                return cls(words, held)
+        held = []
+        return cls(list(_walk(root, held)), held)
 
     def fits(self, root: list[Any]) -> bool:
         """Return whether `root` is as it was."""
         library = native.library()
-        if library is None or library.reader is Reader.NONE:
-            return array("Q", _walk(root, [])) == self.words
-        if _are_same(root, self.root) and self.watch.holds(library):
+        if library is None or library.reader is Reader.NONE or isinstance(self.record, list):
+            return list(_walk(root, [])) == self.record
+        if self.watch is not None and _are_same(root, self.root) and self.watch.holds():
             return True
-        self.watch = NOTHING
-        words = library.ffi.from_buffer("uint64_t[]", self.words)
-        is_same = bool(library.lib.zk_is_traced(id(root), words, len(self.words)))
-        if not is_same:  # or a tensor that DLPack cannot view
-            return array("Q", _walk(root, [])) == self.words
+        self.watch = None
+        words = library.ffi.from_buffer("uint64_t[]", self.record)
+        if not library.lib.zk_is_traced(id(root), words, len(self.record)):
+            return False
         if library.reader is Reader.WORDS:
-            self.root = root
-            self.watch = Watch.of(lambda *room: library.lib.zk_watch(id(root), *room), library)
+            self.root, self.watch = root, Watch.of(root, library)
         return True
+
+
+@attrs.frozen(eq=False)
+class Watch:
+    """Words of memory that change with the tensors of a root.  The words before a place prove that it may be read."""
+
+    holds: Callable[[], int]  # returns whether every word is as it was
+    words: array[int]  # "Q"
+
+    @classmethod
+    def of(cls, root: list[Any], library: native.Library) -> Watch | None:
+        """Record the words; None if they cannot tell."""
+        words = _fill(library, lambda *room: library.lib.zk_watch(id(root), *room))
+        if not words:
+            return None
+        view = library.ffi.from_buffer("uint64_t[]", words)
+        return cls(functools.partial(library.lib.zk_is_unchanged, view, len(words)), words)
+
+
+def _fill(library: native.Library, record: Callable[[Any, int], int]) -> array[int] | None:
+    """Return what `record` writes into an array of the length that it returns; None if it fails."""
+    length = record(library.ffi.NULL, 0)
+    if length < 0:
+        return None
+    words = array("Q", bytes(8 * length))
+    return words if record(library.ffi.from_buffer("uint64_t[]", words), length) == length else None
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -104,13 +111,13 @@ def _are_same(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(_are_same, a, b))
 
 
-def _walk(found: Any, held: list[Any], depth: int = 0, is_in_list: bool = True) -> Iterator[int]:
-    """Yield the words of `walk` in tensors.c."""
+def _walk(found: Any, held: list[Any], depth: int = 0) -> Iterator[Any]:
+    """Yield what `walk` in tensors.c records."""
     if isinstance(found, Tensor):
         held.append(found)
-        if is_in_list:
-            yield id(found)
+        yield id(found)
         yield found.data_ptr()
+        yield kinds_of([found])
     elif depth <= _DEPTH and isinstance(found, list):
         yield len(found)
         for value in found:
@@ -121,7 +128,7 @@ def _walk(found: Any, held: list[Any], depth: int = 0, is_in_list: bool = True) 
         for key, value in found.items():
             held.append(key)
             yield id(key)
-            yield from _walk(value, held, depth + 1, False)
+            yield from _walk(value, held, depth + 1)
 
 
 class Grads(enum.Enum):
@@ -142,7 +149,7 @@ class GradTrace:
 
     kinds: array[int] | tuple[list[Any], ...]  # the extension's words, or `kinds_of`
     addresses: array[int]  # "Q", one per parameter; 0 without a gradient
-    watch: Watch = NOTHING
+    rows: Any = None  # words of memory that describe the gradients, as zk_note_grads records them; None: unknown
 
     @classmethod
     def of(cls, params: list[Tensor], weights: list[Tensor]) -> GradTrace:
@@ -164,21 +171,18 @@ class GradTrace:
         """Compare the gradients of this step, and take their addresses."""
         library = native.library()
         if library is not None and isinstance(self.kinds, array):
-            if self.watch.holds(library):
-                return Grads.SAME
             view = library.ffi.from_buffer
-            words, found = view("uint64_t[]", self.kinds), view("uint64_t[]", self.addresses)
+            found = view("uint64_t[]", self.addresses)
+            if self.rows is not None:
+                result = _RESULTS[library.lib.zk_read_noted(id(params), id(weights), self.rows, found)]
+                if result is not Grads.OTHER:
+                    return result
+            words = view("uint64_t[]", self.kinds)
             result = _RESULTS[library.lib.zk_read_grads(id(params), id(weights), words, len(self.kinds), found)]
-            self.watch = NOTHING
-            if (
-                result is Grads.SAME
-                and library.reader is Reader.WORDS
-                and all(param.dim() <= _MOST_DIM for param in params)
-                and all(type(tensor).grad is Tensor.grad for tensor in (*params, *weights))  # not a class's own
-            ):
-                self.watch = Watch.of(
-                    lambda *room: library.lib.zk_watch_grads(id(params), id(weights), *room), library
-                )
+            self.rows = None
+            if result is not Grads.OTHER and library.reader is Reader.WORDS:
+                rows = view("uint64_t[]", array("Q", bytes(8 * _ROW_WORDS * len(params))))
+                self.rows = rows if library.lib.zk_note_grads(id(params), id(weights), rows) else None
             return result
         grads = gradients(params, weights)
         if kinds_of(grads) != self.kinds:

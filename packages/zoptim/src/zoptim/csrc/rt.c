@@ -66,6 +66,11 @@ void zk_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads) {
 
 int64_t zk_coef_bytes(void) { return (int64_t)sizeof(zk_coef); }
 int64_t zk_num_spans(int64_t numel) { return (numel + ZK_SPAN - 1) / ZK_SPAN; }
+int64_t zk_num_partials(int64_t num_rows, const int64_t *numel) {
+  int64_t sum = 0;
+  for (int64_t row = 0; row < num_rows; row++) sum += zk_num_spans(numel[row]);
+  return sum;
+}
 const char *zk_source_hash(void) { return ZK_SOURCE_HASH; }
 
 /* Threads ------------------------------------------------------------------------------------------- */

@@ -38,6 +38,7 @@ int zk_get_level(void);
 void zk_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads);
 int64_t zk_coef_bytes(void);
 int64_t zk_num_spans(int64_t numel); /* partials of one row */
+int64_t zk_num_partials(int64_t num_rows, const int64_t *numel); /* of all rows */
 const char *zk_source_hash(void);
 
 /* Update all rows.  Returns 1, or 0 if found_inf is set and nothing was written. */
@@ -62,8 +63,11 @@ int64_t zk_find_overlap(int64_t num_written, const uint64_t *starts, const uint6
 
 /* Use the table of DLPack's C exchange API for objects of class `type`.  Returns 0 for another version. */
 int zk_use_exchange(uint64_t table, uint64_t type);
-/* Compare nested containers with a record: the length of lists, the identity of the tensors in them, of dicts and of
- * their keys, and the addresses of all tensors.  Returns 0 also if a tensor has no address for DLPack. */
+/* Record nested containers: the length of lists, the identity of tensors, of dicts and of their keys, and every
+ * tensor's address, dtype, device, shape and strides.  Appends the objects to the list `held`.  Returns the number of
+ * words; if it exceeds the capacity, the rest is not written; -1 if a tensor has no address for DLPack. */
+int64_t zk_trace(uint64_t root, uint64_t held, uint64_t *words, int64_t capacity);
+/* Compare nested containers with a record. */
 int zk_is_traced(uint64_t root, uint64_t *words, int64_t length);
 /* Record dtype, device, shape and strides of `.grad` of a list of parameters, where it is None of a list of weights
  * (which may be the same list), and the addresses.  Returns the number of words, or -1: too many, or a tensor has no
@@ -74,24 +78,29 @@ int64_t zk_record_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int6
 int zk_read_grads(uint64_t params, uint64_t weights, uint64_t *kinds, int64_t length, uint64_t *addresses);
 /* Bytes from the beginning of an object to a word of it, found by probe.py. */
 typedef struct {
-  int64_t impl;             /* tensor object: its implementation */
-  int64_t storage, offset;  /* implementation: its storage, the offset in it */
-  int64_t meta, impl_bytes; /* autograd's record; the words that describe the tensor end here */
-  int64_t data;             /* storage: its memory */
-  int64_t grad;             /* autograd's record: the implementation of the gradient, */
-  uint64_t no_grad;         /* and the value of that word without one */
-  int64_t length, items;    /* list: number of items, their array */
-  int64_t version;          /* dict: a number that every change makes unique */
+  int64_t impl;          /* tensor object: its implementation */
+  int64_t storage, meta; /* implementation: its storage, autograd's record, */
+  int64_t kind;          /* and 14 words: dims, 5 sizes, 5 strides, offset, number of elements, dtype and device */
+  int64_t data;          /* storage: its memory */
+  int64_t grad;          /* autograd's record: the implementation of the gradient, */
+  uint64_t no_grad;      /* and the value of that word without one */
+  int64_t length, items; /* list: number of items, their array */
+  int64_t version;       /* dict: a number that every change makes unique; 0 if there is none */
 } zk_places;
 void zk_use_places(const zk_places *found);
-/* Record the words that change when a tensor in nested containers is replaced or moved, and those of gradients.
- * Return their number; if it exceeds the capacity, the rest is not written. */
-int64_t zk_watch(uint64_t root, uint64_t *at, uint64_t *values, int64_t capacity);
-int64_t zk_watch_grads(uint64_t params, uint64_t weights, uint64_t *at, uint64_t *values, int64_t capacity);
-int zk_is_unchanged(const uint64_t *at, const uint64_t *values, int64_t length);
-/* Addresses and sizes of a list of tensors.  Returns their format; ZK_NONE if they are not contiguous CPU tensors of
- * one format. */
-int zk_rows(uint64_t tensors, uint64_t *addresses, int64_t *numel);
+/* Record the words that change when a tensor in nested containers is replaced, moved or seen in another way.  Returns
+ * their number (if it exceeds the capacity, the rest is not written), or 0: a tensor has more than 5 dims. */
+int64_t zk_watch(uint64_t root, uint64_t *words, int64_t capacity);
+int zk_is_unchanged(const uint64_t *words, int64_t length);
+/* As zk_record_grads and zk_read_grads by words: 15 for each parameter.  The first returns 0 if they cannot tell; the
+ * second does not store the addresses if the kinds differ. */
+int zk_note_grads(uint64_t params, uint64_t weights, uint64_t *rows);
+int zk_read_noted(uint64_t params, uint64_t weights, const uint64_t *rows, uint64_t *addresses);
+/* Addresses and sizes of the tensors in a list, without None.  Returns their number and their format; -1 if they are
+ * not contiguous CPU tensors of one format. */
+int64_t zk_rows(uint64_t tensors, uint64_t *addresses, int64_t *numel, int *format);
+/* The same for the gradients of parameters, by words; `*format` is that of earlier rows, or ZK_NONE. */
+int64_t zk_grad_rows(uint64_t params, uint64_t weights, uint64_t *addresses, int64_t *numel, int *format);
 
 /* Conversion of one row between a format and float32, as in the kernels: for export, import and tests.
  * kind: 0 weight, 1 signed state, 2 second moment, 3 gradient or copy. */

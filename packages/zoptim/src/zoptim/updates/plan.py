@@ -79,8 +79,8 @@ class Entry:
 
 
 def has_part_counts(state: Mapping[str, Any]) -> bool:
-    """Return whether the state has a step count for each part of a flat shard."""
-    return STEP in state and bool(state[STEP].dim())
+    """Return whether the state has a step count for each of several parts of a flat shard."""
+    return STEP in state and state[STEP].numel() != 1
 
 
 @attrs.frozen(eq=False)
@@ -131,10 +131,12 @@ class Batch:
 class Plan:
     """The batches of one group, and the gradients they were made for."""
 
-    key: Hashable  # options that the batches depend on
+    key: Hashable  # what the batches depend on, made of options
+    options: list[Any]  # of the group at the last step, without parameters and rates
     batches: list[Batch]
     weights: list[Tensor]  # for each parameter, the tensor whose gradient is read if it has none
     grads: GradTrace
+    is_reusable: bool  # False: it reads copies of gradients, which every step makes
 
 
 def fallback_reason(entry: Entry, device_reason: Callable[[torch.device], str | None]) -> str | None:

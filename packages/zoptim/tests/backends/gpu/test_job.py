@@ -98,8 +98,8 @@ def test_a_clean_found_inf_stops_nothing_and_counts_advance_once_a_tensor(shim: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_learning_rate_may_lie_on_the_device(dtype: torch.dtype, shim: Any) -> None:
-    weight, lr = torch.zeros(3), torch.tensor(0.5, dtype=dtype)
-    job = sgd([weight], [torch.ones(3)], shim)
+    weight, grad, lr = torch.zeros(3), torch.ones(3), torch.tensor(0.5, dtype=dtype)
+    job = sgd([weight], [grad], shim)
     job.step(Hyper(lr=lr), Signals())
     lr.fill_(0.25)
     job.step(Hyper(lr=lr), Signals())

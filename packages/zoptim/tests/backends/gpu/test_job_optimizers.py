@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -51,3 +53,19 @@ def test_an_optimizer_trains_alike_on_either_kernels(
     assert shim.launched, "the optimizer did not ask for its job where this test put another"
     exact = make is not zoptim.LAMB  # whose norms are added up in another order
     torch.testing.assert_close(found, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7)
+
+
+@pytest.mark.parametrize("make", [zoptim.AdamW, zoptim.LAMB])
+def test_no_step_keeps_a_gradient_alive(make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "job_for", lambda device: functools.partial(GpuJob, launcher=shim))
+    params = [torch.nn.Parameter(torch.ones(40, 30)), torch.nn.Parameter(torch.ones(7))]
+    optimizer = make(params)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        grads = [weakref.ref(param.grad) for param in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert [grad() for grad in grads] == [None, None]
+    assert shim.launched

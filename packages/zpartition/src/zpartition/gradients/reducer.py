@@ -187,7 +187,8 @@ class GradientReducer:
         names: the same on all ranks.
         """
         if self.has_learnt:
-            self.order = self._last(self.learnt, {b.index for b, s in self.layout.slots() if s.name in names})
+            missing = {b.index for b, s in self.layout.slots() if s.name in names} if names else frozenset[int]()
+            self.order = self._last(self.learnt, missing)
 
     def average(self, averaging: Averaging) -> None:
         """Turn sums over ranks into means by `averaging`; there are no gradients of a step yet."""

@@ -46,6 +46,7 @@ class BucketStorage:
     flat: torch.Tensor  # (bucket.numel,) parameter dtype, all ranks' spans
     master: Parameter  # (span numel,) master dtype: a view of `flat`, or memory of its own
     placement: MasterPlacement = ON_DEVICE  # of master and states
+    _slots_at: tuple[int, list[int]] = (0, [])  # an address of `flat`, and those of the slots then
 
     @classmethod
     def create(
@@ -110,12 +111,21 @@ class BucketStorage:
         return tuple(self.bucket.pieces(rank))
 
     def moved(self) -> str:
-        """Return the name of the first parameter that no longer is a view of the buffer; "" if all are."""
+        """Return the name of the first parameter that no longer is a contiguous view of its slot; "" if all are."""
+        expected = self._slot_addresses()
+        found = [*map(torch.Tensor.data_ptr, self.params)]
+        if found == expected and all(map(torch.Tensor.is_contiguous, self.params)):
+            return ""
+        triples = zip(self.bucket.slots, self.params, expected)
+        return next(s.name for s, param, at in triples if param.data_ptr() != at or not param.is_contiguous())
+
+    def _slot_addresses(self) -> list[int]:
+        """Return the address of each parameter in `flat`; 0 for an empty one, as `data_ptr` does."""
         address, itemsize = self.flat.data_ptr(), self.flat.element_size()
-        for slot, param in zip(self.bucket.slots, self.params):
-            if slot.numel and param.data_ptr() != address + slot.offset * itemsize:
-                return slot.name
-        return ""
+        if self._slots_at[0] != address:
+            slots = self.bucket.slots
+            self._slots_at = address, [slot.numel and address + slot.offset * itemsize for slot in slots]
+        return self._slots_at[1]
 
     @property
     def persistent_bytes(self) -> int:

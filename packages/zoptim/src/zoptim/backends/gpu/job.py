@@ -32,6 +32,8 @@ class GpuJob:
     and step counts from device memory when it runs; other hyperparameters are those of the capture.
 
     Gradients may be float32, bfloat16 or float16 and are never written.  If found_inf is set, a step writes nothing.
+    The job keeps all tensors alive but gradients, which the caller keeps until `step` has returned: torch's allocator
+    reuses freed memory in the order of the stream.
     """
 
     def __init__(self, rule: str, flags: int, streams: Streams, launcher: Launcher | None = None) -> None:
@@ -40,7 +42,7 @@ class GpuJob:
         Raises RuntimeError during capture of a CUDA graph, ValueError for streams on several devices.
         """
         device = _one_device(streams)
-        self._streams = streams  # keeps the tensors behind the addresses alive
+        self._streams = _without_grads(streams)  # keeps the tensors behind the addresses alive
         self._launcher: Final = launcher or CupyLauncher(device)
         self._rule, self._flags = rule, flags
         program = Program.of(rule, flags, Formats.of(streams))
@@ -58,15 +60,14 @@ class GpuJob:
 
     def bind(self, streams: Streams) -> None:
         """See Job.  Costs a launch for every 480 addresses that moved, none if nothing moved."""
-        self._streams = streams
+        self._streams = _without_grads(streams)
         moved = self._table.move(columns_of(streams))
         self._launch([Call(self._kernels["zk_patch"], 1, args) for args in moved])
 
     def bind_grads(self, addresses: array[int]) -> None:
-        """See Job.  The allocator of torch reuses freed memory in the order of the stream, so none is kept."""
+        """See Job."""
         columns = [*self._table.known]
         columns[GRADS] = addresses.tolist()
-        self._streams = attrs.evolve(self._streams, grads=[])
         self._launch([Call(self._kernels["zk_patch"], 1, args) for args in self._table.move(columns)])
 
     def step(self, hyper: Hyper, signals: Signals) -> None:
@@ -147,6 +148,10 @@ class GpuJob:
         if scalar is not None and scalar.device != self._items.device:
             raise ValueError(f"{name} is on {scalar.device}, the weights are on {self._items.device}; move it there.")
         return None if scalar is None else scalar.float()
+
+
+def _without_grads(streams: Streams) -> Streams:
+    return attrs.evolve(streams, grads=[])
 
 
 def _one_device(streams: Streams) -> torch.device:
