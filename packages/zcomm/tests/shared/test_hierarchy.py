@@ -78,13 +78,14 @@ def rank_describes_its_transport() -> list[tuple[str, str]]:
 
 def test_a_group_describes_its_two_levels_and_others_their_reason() -> None:
     both = "2 hosts have 2 ranks each: shared memory inside a host, Gloo between hosts; all_to_all over Gloo"
+    alone = "each of its 2 ranks is on a host of its own"
     uneven = "its hosts have different numbers of ranks: 2 on that of rank 0, 1 on that of rank 2"
     for rank, answers in enumerate(run_ranks(rank_describes_its_transport, 4)):
         assert answers[:4] == [
             ("none", "not decided yet: the group has not communicated"),
             ("shared memory + gloo", both),
             ("shared memory", "all 2 ranks are on one host"),
-            ("gloo", "each of its 2 ranks is on a host of its own"),
+            ("gloo", f"{alone}: exchanged over Gloo and added in the order of the ranks"),
         ]
         assert answers[4:] == ([("gloo", uneven)] if rank < 3 else [])
 

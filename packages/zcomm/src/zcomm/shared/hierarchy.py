@@ -15,6 +15,7 @@ from typing import final
 
 import attrs
 
+from zcomm.shared import network
 from zcomm.shared.levels import COLLECTIVES, Levels
 from zcomm.shared.task_queue import Step, Task, TaskQueue
 from zcomm.shared.transport import Message, Transport
@@ -52,7 +53,12 @@ class HierarchicalTransport:
         if verb is None:
             return None
         self.memory.check()
-        return self.queue.issue(verb(self.levels, message), label=message.label, overlap=message.overlap)
+        return self.queue.issue(
+            verb(self.levels, message),
+            label=message.label,
+            overlap=message.overlap,
+            is_uninterruptible=message.nbytes > network.LONG_BYTES,
+        )
 
     def issue_on_host(self, message: Message) -> Task:
         """Queue a collective of this host's ranks, in order with those of the group."""
@@ -66,6 +72,8 @@ class HierarchicalTransport:
     def describe(self) -> tuple[str, str]:
         """Return the transport's name and the reason for it."""
         layout = self.levels.layout
+        if alone := layout.shares_nothing():
+            return "gloo", f"{alone}: exchanged over Gloo and added in the order of the ranks"
         return "shared memory + gloo", (
             f"{layout.num_hosts} hosts have {layout.ranks_per_host} ranks each: shared memory inside a host, Gloo "
             "between hosts; all_to_all over Gloo"
