@@ -237,6 +237,7 @@ class ZeroPolicy:
 
     stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
     bucket_numel: int = attrs.field(default=0, validator=ge(0))  # 0: derived from the model's size
+    measures_link: bool = attrs.field(default=False, validator=instance_of(bool))  # `bucket_numel` 0: see link.py
     gather_numel: int = attrs.field(default=0, validator=ge(0))  # of one message of updated weights; 0: a bucket
     reduce_dtype: torch.dtype | None = None  # on the wire; None: the dtype of the parameters themselves
     narrow_dtype: torch.dtype | None = None  # on the wire, for parameters of modules of `narrow_classes`

@@ -14,7 +14,7 @@ import attrs
 
 from zengine.config.grammar.errors import NOWHERE, Problem
 from zengine.config.keys.root import Settings
-from zengine.config.keys.zero import Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
+from zengine.config.keys.zero import MEASURED, Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.parallel import ParallelPlan
 from zengine.config.plan.precision import wire_dtypes
@@ -52,7 +52,10 @@ def zero_policy(
     accumulation: micro-steps of a step.
     """
     zero = settings.zero_optimization
+    is_measured = zero.reduce_bucket_size == MEASURED
     derived = {
+        "bucket_numel": 0 if is_measured else zero.reduce_bucket_size,
+        "measures_link": is_measured,
         "accumulate_dtype": dtypes.accumulate,
         "master_dtype": dtypes.master,
         "averaging": _averaging(settings),
@@ -181,7 +184,8 @@ def zero_rows(
 ) -> Iterator[PlanRow]:
     """Yield the rows of zero_optimization and aio."""
     home = "zero_optimization."
-    yield from rows(home, policy, Zero, load_from_fp32_weights=full_masters)
+    bucket = MEASURED if policy.measures_link else policy.bucket_numel
+    yield from rows(home, policy, Zero, load_from_fp32_weights=full_masters, reduce_bucket_size=bucket)
     yield from rows(f"{home}leaf_module.", policy, LeafModule, **_all_names(leaf_modules))
     yield from rows(
         f"{home}offload_optimizer.",
