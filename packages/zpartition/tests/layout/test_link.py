@@ -12,7 +12,7 @@ from torch import nn
 import zcomm
 from zcomm.shared import native
 from zcomm.testing import run_ranks
-from zpartition import ZeroPolicy, plan, shard
+from zpartition import BucketSizing, ZeroPolicy, plan, shard
 from zpartition.layout.layout import derive_bucket_numel
 from zpartition.layout.link import LinkSpeed, choose_bucket_numel
 
@@ -33,7 +33,7 @@ def test_the_chosen_size_is_the_best_of_all_sizes() -> None:
 
     def exposed_s(numel: int) -> float:
         """Time of the last message, and what all messages cost beside their bytes."""
-        return (link.latency_s + 0.0005) * (1 + NUMEL / numel) + 4 * numel / link.bytes_per_s
+        return (link.latency_s + 0.001) * (1 + NUMEL / numel) + 4 * numel / link.bytes_per_s
 
     chosen = choose_bucket_numel(NUMEL, 4, link, 2)
     assert exposed_s(chosen) <= min(exposed_s(chosen * 9 // 10), exposed_s(chosen * 11 // 10))
@@ -58,7 +58,7 @@ def rank_shards(hosts: str, stage: int, bucket_numel: int) -> tuple[int, int, in
     os.environ["ZCOMM_HOST"] = hosts[dist.get_rank()]
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    policy = ZeroPolicy(stage=stage, bucket_numel=bucket_numel, measures_link=True)
+    policy = ZeroPolicy(stage=stage, bucket_numel=bucket_numel, bucket_sizing=BucketSizing.MEASURED)
     planned = plan(module, policy=policy, world_size=zcomm.group_size())
     partition = shard(module, optimizer, policy=policy)
     with partition.reducer.round(is_last=True):

@@ -17,7 +17,7 @@ import attrs
 
 from zcomm.shared import network
 from zcomm.shared.levels import COLLECTIVES, Levels
-from zcomm.shared.task_queue import Step, Task, TaskQueue
+from zcomm.shared.task_queue import Runner, Step, Task, TaskQueue
 from zcomm.shared.transport import Message, Transport
 
 __all__ = ["HierarchicalTransport"]
@@ -57,7 +57,7 @@ class HierarchicalTransport:
             verb(self.levels, message),
             label=message.label,
             overlap=message.overlap,
-            is_uninterruptible=message.nbytes > network.LONG_BYTES,
+            runner=Runner.THREAD if message.nbytes > network.LONG_BYTES else Runner.WAITER,
         )
 
     def issue_on_host(self, message: Message) -> Task:

@@ -13,6 +13,7 @@ everything (every synchronous call would pay for two hand-overs).
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 from collections import deque
@@ -24,7 +25,7 @@ import attrs
 from zcomm.hangs.observer import ABORTED, observer
 from zcomm.shared.failure import SharedMemoryFailed, forked_message
 
-__all__ = ["Step", "Task", "TaskQueue"]
+__all__ = ["Runner", "Step", "Task", "TaskQueue"]
 
 _PAUSE_S = 0.1  # pause of a caller whose task another thread runs
 
@@ -34,6 +35,13 @@ class Step(Protocol):
 
     def wait(self) -> None:
         """Wait for the step.  Raises SharedMemoryFailed.  May be interrupted, and called again."""
+
+
+class Runner(enum.Enum):
+    """Who runs a task."""
+
+    WAITER = "waiter"  # a thread that waits for it, or the queue's
+    THREAD = "thread"  # only the queue's thread: its steps cannot be interrupted
 
 
 @final
@@ -48,7 +56,7 @@ class Task:
     steps: Iterator[Step]
     label: str
     number: int  # in the order of issue, from 1
-    is_uninterruptible: bool = False  # only the queue's thread runs it
+    runner: Runner = attrs.field(kw_only=True)
     pending: Step | None = None  # issued and not yet waited for
     is_done: bool = False
 
@@ -88,13 +96,13 @@ class TaskQueue:
     changed: threading.Condition = attrs.field(factory=threading.Condition)  # guards all above
 
     def issue(
-        self, steps: Iterator[Step], *, label: str = "", overlap: bool = False, is_uninterruptible: bool = False
+        self, steps: Iterator[Step], *, label: str = "", overlap: bool = False, runner: Runner = Runner.WAITER
     ) -> Task:
         """Append a collective.  Raises SharedMemoryFailed if the group is unusable."""
         with self.changed:
             self._check(None)
             self.num_issued += 1
-            task = Task(self, steps, label, self.num_issued, is_uninterruptible)
+            task = Task(self, steps, label, self.num_issued, runner=runner)
             self.tasks.append(task)
             if overlap:
                 self._hand_to_thread(task)
@@ -148,7 +156,7 @@ class TaskQueue:
 
     def _is_left_to_thread(self, task: Task) -> bool:
         """Return whether the calling thread may not run a task; then the queue's will.  Requires the lock."""
-        if not task.is_uninterruptible or self.failure:
+        if task.runner is Runner.WAITER or self.failure:
             return False
         self._hand_to_thread(task)
         return threading.current_thread() is not self.thread

@@ -64,7 +64,7 @@ def test_below_stage_3_they_have_no_effect_and_that_is_said() -> None:
 
 def test_a_measured_bucket_size_is_left_to_the_partition() -> None:
     found = plan({"stage": 1, "reduce_bucket_size": "measured"})
-    assert (found.zero.measures_link, found.zero.bucket_numel) == (True, 0)
+    assert (found.zero.bucket_sizing.value, found.zero.bucket_numel) == ("measured", 0)
     assert found["zero_optimization.reduce_bucket_size"] == "measured"
     number = plan({"stage": 1, "reduce_bucket_size": 5000})
-    assert (number.zero.measures_link, number.zero.bucket_numel) == (False, 5000)
+    assert (number.zero.bucket_sizing.value, number.zero.bucket_numel) == ("derived", 5000)

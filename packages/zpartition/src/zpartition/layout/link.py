@@ -11,7 +11,7 @@ all_reduces of the group that reduces gradients (about 50 ms at most).  The rank
 all choose the same size.  The choice is never above the size that is derived from the model alone: that one bounds
 the memory without a measurement, and is right inside a host, where nothing is measured.
 
-The choice is opt-in (`ZeroPolicy.measures_link`), because bits must depend on the config only: sums of gradients do
+The choice is opt-in (`BucketSizing.MEASURED`), because bits must depend on the config only: sums of gradients do
 not depend on buckets where zcomm adds them, but the norm adds its blocks in the order of the buckets.
 
 Rejected: measuring in the first steps (the layout would change after states exist); a table of networks by name.
@@ -30,13 +30,13 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.layout.layout import derive_bucket_numel
-from zpartition.layout.policy import ZeroPolicy
+from zpartition.layout.policy import BucketSizing, ZeroPolicy
 
 __all__ = ["LinkSpeed", "choose_bucket_numel", "measure_link", "with_measured_buckets"]
 
 log = logging.getLogger("zpartition")
 
-_MESSAGE_S = 5e-4  # CPU time of a message beside backward: Python, wake-ups of threads
+_MESSAGE_S = 1e-3  # CPU time of a message beside backward: Python, wake-ups of threads
 _MIN_NUMEL = 1 << 17  # of a chosen bucket
 _PADDING_SHARE = 64  # a bucket has at least this many times the elements that it may be padded by
 _SMALL_NUMEL, _PROBE_NUMEL, _MAX_NUMEL = 1 << 10, 1 << 16, 1 << 21  # of the messages that are timed, float32
@@ -82,7 +82,9 @@ def with_measured_buckets(
     Not at stage 3, whose buckets are units; not with a given size; not in a world of one or inside a host.
     device: where gradients will be if the parameters have no memory yet.
     """
-    if not policy.measures_link or policy.bucket_numel or policy.shards_weights or zcomm.group_size(group) == 1:
+    if policy.bucket_sizing is BucketSizing.DERIVED or policy.bucket_numel or policy.shards_weights:
+        return policy
+    if zcomm.group_size(group) == 1:
         return policy
     zcomm.barrier(group)  # decides on the transport
     if zcomm.transport(group) == "shared memory":

@@ -20,7 +20,7 @@ from zengine.config.plan.parallel import ParallelPlan
 from zengine.config.plan.precision import wire_dtypes
 from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
-from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
+from zpartition import Averaging, BucketSizing, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
 from zprecision import Precision
 
 __all__ = [
@@ -55,7 +55,7 @@ def zero_policy(
     is_measured = zero.reduce_bucket_size == MEASURED
     derived = {
         "bucket_numel": 0 if is_measured else zero.reduce_bucket_size,
-        "measures_link": is_measured,
+        "bucket_sizing": BucketSizing.MEASURED if is_measured else BucketSizing.DERIVED,
         "accumulate_dtype": dtypes.accumulate,
         "master_dtype": dtypes.master,
         "averaging": _averaging(settings),
@@ -184,7 +184,7 @@ def zero_rows(
 ) -> Iterator[PlanRow]:
     """Yield the rows of zero_optimization and aio."""
     home = "zero_optimization."
-    bucket = MEASURED if policy.measures_link else policy.bucket_numel
+    bucket = MEASURED if policy.bucket_sizing is BucketSizing.MEASURED else policy.bucket_numel
     yield from rows(home, policy, Zero, load_from_fp32_weights=full_masters, reduce_bucket_size=bucket)
     yield from rows(f"{home}leaf_module.", policy, LeafModule, **_all_names(leaf_modules))
     yield from rows(
