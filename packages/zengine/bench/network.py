@@ -73,11 +73,13 @@ def main() -> int:
 
 
 def _save(name: str, runs: list[network_report.Run]) -> None:
-    """Add runs to those that are saved, replacing those of the same title, and report all."""
+    """Add runs to those that are saved, as further rounds of one of the same title, and report all."""
     data, report = RESULTS / f"{name}.json", RESULTS / f"{name}.md"
     saved = [network_report.Run.from_json(run) for run in json.loads(data.read_text())] if data.exists() else []
-    titles = {run.title for run in runs}
-    both = [run for run in saved if run.title not in titles] + runs
+    titled = {run.title: run for run in saved}
+    for run in runs:
+        titled[run.title] = run.with_rounds_of(titled[run.title]) if run.title in titled else run
+    both = list(titled.values())
     data.write_text(json.dumps([attrs.asdict(run) for run in both], indent=1) + "\n")
     (RESULTS / f"{name}.svg").write_text(network_report.picture(both))
     _, mark, findings = (report.read_text() if report.exists() else "").partition(FINDINGS)

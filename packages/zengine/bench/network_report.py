@@ -1,4 +1,4 @@
-"""What the network bench found: medians and their ratios to floors, as a table and as a picture.
+"""What the network bench found: the fastest rounds and their ratios to floors, as a table and as a picture.
 
 Two floors.  The law: max(arithmetic + CPU of the transport, bytes / bandwidth).  The schedule: the same for each
 phase of a step, because no gradient exists before backward, and the weights of stages 1 and 2 change after it:
@@ -28,7 +28,7 @@ COLOURS = {"ours": "#d6336c", "DDP": "#1c7ed6", "DeepSpeed": "#f08c00"}
 
 @attrs.frozen
 class Found:
-    """One contender over one link: medians of the rounds, of one step."""
+    """One contender over one link: a step of the fastest round."""
 
     s: float  # of the slowest rank
     cpu_s: float  # of a rank, all threads
@@ -53,11 +53,8 @@ class Run:
             columns = {key: [rank[key] for rank in line["ranks"]] for key in ("s", "cpu_s", "sent")}
             seen = Found(max(columns["s"]), statistics.mean(columns["cpu_s"]), columns["sent"][0])
             rounds.setdefault(line["name"], []).append(seen)
-        medians = {
-            name: Found(*(statistics.median(column) for column in zip(*map(attrs.astuple, seen))))
-            for name, seen in rounds.items()
-        }
-        return cls(link, ranks, setting, medians, options)
+        found = {name: min(seen, key=lambda each: each.s) for name, seen in rounds.items()}
+        return cls(link, ranks, setting, found, options)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Run:
@@ -66,6 +63,13 @@ class Run:
         setting = Setting.from_json(fields["setting"])
         return cls(LinkSpec(**fields["link"]), fields["ranks"], setting, found, fields["options"])
 
+    def with_rounds_of(self, other: Run) -> Run:
+        """Return both runs as one: the faster round of each contender.  The floors are those of both, too."""
+        names = [*other.found, *(name for name in self.found if name not in other.found)]
+        both = {name: [run.found[name] for run in (other, self) if name in run.found] for name in names}
+        found = {name: min(seen, key=lambda each: each.s) for name, seen in both.items()}
+        return attrs.evolve(self, found=found)
+
     @property
     def title(self) -> str:
         """The link, the ranks and the micro-steps."""
@@ -73,8 +77,10 @@ class Run:
             f", {self.setting.accumulation} micro-steps" if self.setting.accumulation > 1 else ""
         )
 
-    def floors_s(self, name: str) -> tuple[float, float]:
-        """Seconds of the law and of the schedule."""
+    def floors_s(self, name: str) -> tuple[float, ...]:
+        """Seconds of the law and of the schedule; none if their parts were not measured."""
+        if not set(FLOORS) <= set(self.found):
+            return ()
         sent, transport, whole_s = self.found[name].sent, self.found[TRANSPORT], self.found[ARITHMETIC].s
         cpu_s, wire_s = transport.cpu_s * sent / transport.sent, self.link.seconds(sent)
         last = 1 / self.setting.accumulation  # of the arithmetic: gradients travel beside the last micro-step
@@ -115,8 +121,7 @@ def table(runs: Sequence[Run]) -> list[str]:
                 f"{found.cpu_s * 1e3:.0f}",
                 f"{found.sent / 1e6:.1f}",
             ]
-            has_floors = name not in FLOORS and set(FLOORS) <= set(run.found)
-            ratios = [found.s / floor_s for floor_s in run.floors_s(name)] if has_floors else []
+            ratios = [found.s / floor_s for floor_s in run.floors_s(name)] if name not in FLOORS else []
             cells += [f"{ratio:.2f}" for ratio in ratios] or ["", ""]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

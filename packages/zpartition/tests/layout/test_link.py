@@ -33,7 +33,7 @@ def test_the_chosen_size_is_the_best_of_all_sizes() -> None:
 
     def exposed_s(numel: int) -> float:
         """Time of the last message, and what all messages cost beside their bytes."""
-        return (link.latency_s + 0.001) * (1 + NUMEL / numel) + 4 * numel / link.bytes_per_s
+        return (link.latency_s + 0.0005) * (1 + NUMEL / numel) + 4 * numel / link.bytes_per_s
 
     chosen = choose_bucket_numel(NUMEL, 4, link, 2)
     assert exposed_s(chosen) <= min(exposed_s(chosen * 9 // 10), exposed_s(chosen * 11 // 10))

@@ -64,6 +64,12 @@ class Levels:
     index: int
     # receive buffers in bytes, by use; they grow, within bounds
     buffers: dict[Any, Tensor] = attrs.field(factory=dict)
+    # of the messages of a collective that may be in flight beside others; empty: it may not
+    tags: Iterator[int] = attrs.field(factory=lambda: iter(()))
+
+    def next_tag(self) -> int | None:
+        """Return the tag of the collective's next message; None if its messages go in order."""
+        return next(self.tags, None)
 
     @property
     def is_alone(self) -> bool:
@@ -187,18 +193,18 @@ def _sum_between_hosts(levels: Levels, message: Message, piece: Tensor, slot: in
     if piece.nbytes <= (FEW_BYTES if num_hosts == 2 else SMALL_BYTES):
         rows = list(levels.buffer(slot, (num_hosts - 1) * piece.numel(), piece.dtype).view(num_hosts - 1, -1))
         rows.insert(host, piece)
-        work: Step = levels.network.gather(rows)
+        work: Step = levels.network.gather(rows, levels.next_tag())
         yield None
         yield work
         levels.reduce_local(rows, reduction, piece)
         return
     shares = [piece[a:b] for a, b in _shares(piece.numel(), num_hosts)]
     received = levels.buffer(slot, num_hosts * shares[host].numel(), piece.dtype).view(num_hosts, -1)
-    work = levels.network.exchange(received, shares)
+    work = levels.network.exchange(received, shares, levels.next_tag())
     yield None
     yield work
     levels.reduce_local([*received[:host], shares[host], *received[host + 1 :]], reduction, shares[host])
-    yield levels.network.gather(shares)
+    yield levels.network.gather(shares, levels.next_tag())
 
 
 def _scatter_span(levels: Levels, message: Message, start: int, stop: int, slot: int) -> _Steps:
@@ -214,7 +220,7 @@ def _scatter_span(levels: Levels, message: Message, start: int, stop: int, slot:
             yield levels.on_host(
                 Message("reduce_scatter", piece, columns, message.reduction, label=message.label, stride=stride)
             )
-    work = levels.network.exchange(received, pieces)
+    work = levels.network.exchange(received, pieces, levels.next_tag())
     yield None
     yield work
     sources = [*received[:host], pieces[host], *received[host + 1 :]]
@@ -230,7 +236,7 @@ def _gather_span(levels: Levels, message: Message, output: Tensor, start: int, s
         slices, stride = columns[host]
         return levels.on_host(Message("all_gather", slices, own[host], label=message.label, stride=stride))
 
-    work = levels.network.gather(own)
+    work = levels.network.gather(own, levels.next_tag())
     yield here(levels.host)
     yield None
     yield work

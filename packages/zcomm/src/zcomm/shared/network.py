@@ -89,25 +89,29 @@ class Network:
         """Number of hosts."""
         return len(self.ranks)
 
-    def gather(self, pieces: Sequence[Tensor]) -> NetworkWork:
-        """Overwrite piece h on every host with that of host h.  Contiguous tensors, of equal length for one h."""
-        if max(piece.nbytes for piece in pieces) > LONG_BYTES:
+    def gather(self, pieces: Sequence[Tensor], tag: int | None = None) -> NetworkWork:
+        """Overwrite piece h on every host with that of host h.  Contiguous tensors, of equal length for one h.
+
+        tag: of messages pair by pair, which may be in flight beside those with another tag; None: in order.
+        """
+        if tag is not None or max(piece.nbytes for piece in pieces) > LONG_BYTES:
             bytes_of = [piece.view(torch.uint8) for piece in pieces]
-            return self._pairwise(bytes_of, [bytes_of[self.host]] * self.size)
+            return self._pairwise(bytes_of, [bytes_of[self.host]] * self.size, tag)
         return NetworkWork(self, [self._broadcast(piece, host) for host, piece in enumerate(pieces)])
 
     def broadcast(self, tensor: Tensor, host: int) -> NetworkWork:
         """Overwrite `tensor` on every host with that of `host`."""
         return NetworkWork(self, [self._broadcast(tensor, host)])
 
-    def exchange(self, output: Tensor, pieces: Sequence[Tensor]) -> NetworkWork:
-        """Send each host its piece, and receive one from each.
+    def exchange(self, output: Tensor, pieces: Sequence[Tensor], tag: int | None = None) -> NetworkWork:
+        """Send each host its piece, and receive one from each; tag: as in `gather`.
 
         output: (size, n), where n is the length of this host's piece; its own row is undefined afterwards.
         """
         sent = [piece.nbytes for piece in pieces]
-        if max(sent) > LONG_BYTES:
-            return self._pairwise([row.view(torch.uint8) for row in output], [p.view(torch.uint8) for p in pieces])
+        if tag is not None or max(sent) > LONG_BYTES:
+            rows = [row.view(torch.uint8) for row in output]
+            return self._pairwise(rows, [piece.view(torch.uint8) for piece in pieces], tag)
         input = torch.cat([piece.view(torch.uint8) for piece in pieces])
         received = [output.nbytes // self.size] * self.size
         work = self._live_link().alltoall_base(output.view(-1).view(torch.uint8), input, received, sent)
@@ -143,10 +147,11 @@ class Network:
             raise SharedMemoryFailed("this rank has closed the group.")
         return self.link
 
-    def _pairwise(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> NetworkWork:
+    def _pairwise(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int | None) -> NetworkWork:
         """Receive output h from host h and send it input h, for all other hosts: see [Note: long messages]."""
-        link, tag = self._live_link(), self.num_pairwise % compat.NUM_LINK_TAGS
-        self.num_pairwise += 1
+        link = self._live_link()
+        if tag is None:
+            tag, self.num_pairwise = self.num_pairwise % compat.NUM_LINK_TAGS, self.num_pairwise + 1
         others = [(self.host + step) % self.size for step in range(1, self.size)]
         try:
             works = [link.recv([outputs[host]], host, tag) for host in reversed(others) if outputs[host].numel()]

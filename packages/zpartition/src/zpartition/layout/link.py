@@ -36,7 +36,7 @@ __all__ = ["LinkSpeed", "choose_bucket_numel", "measure_link", "with_measured_bu
 
 log = logging.getLogger("zpartition")
 
-_MESSAGE_S = 1e-3  # CPU time of a message beside backward: Python, wake-ups of threads
+_MESSAGE_S = 5e-4  # CPU time of a message beside backward: Python, wake-ups of threads
 _MIN_NUMEL = 1 << 17  # of a chosen bucket
 _PADDING_SHARE = 64  # a bucket has at least this many times the elements that it may be padded by
 _SMALL_NUMEL, _PROBE_NUMEL, _MAX_NUMEL = 1 << 10, 1 << 16, 1 << 21  # of the messages that are timed, float32
