@@ -95,7 +95,7 @@ def _head() -> list[str]:
     return [
         "# Step time over a network",
         "",
-        f"{datetime.date.today()}, {processor}, {os.cpu_count()} cores, Linux {platform.release()}; "
+        f"{datetime.date.today()}, {processor}, {os.cpu_count()} cores, {platform.system()}; "
         f"{', '.join([*versions, f'zengine {zengine.__version__}'])}. Made by bench/network.py; see there.",
         "",
     ]
