@@ -54,7 +54,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "config/": {
         "zprecision": {"Precision", "KeepInFp32", "Unscaled", "StaticScaling", "DynamicScaling"},
         "zpartition": {
-            *("ZeroPolicy", "Averaging", "ReduceAt", "SparseGradients"),
+            *("ZeroPolicy", "Averaging", "BucketSizing", "ReduceAt", "SparseGradients"),
             *("Offload", "Speculation", "Tier"),
         },
         "zckpt": {"Best", "CheckpointInputError", "KEEP_ALL", "Retention"},

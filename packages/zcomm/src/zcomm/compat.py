@@ -182,6 +182,7 @@ def close_group(group: Any, rank: int) -> None:
             group.abort()
 
 
+NUM_LINK_TAGS = 1_000_000  # tags of messages: 0 to this
 _UNUSED_TAG = 1_000_003  # no message has it
 
 

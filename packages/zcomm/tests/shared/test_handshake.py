@@ -29,7 +29,11 @@ FINE = Presence("auto", "host", 100, "", Offer(100, 3, "00", 4096))
         (attrs.evolve(FINE, choice="gloo"), "rank 1 has ZCOMM_TRANSPORT=gloo"),
         (attrs.evolve(FINE, choice="shm"), "rank 1 has ZCOMM_TRANSPORT=shm; allowed: auto, shared, gloo"),
         (attrs.evolve(FINE, obstacle="no memory", offer=None), "rank 1: no memory"),
-        (attrs.evolve(FINE, host="other"), "each of its 2 ranks is on a host of its own"),
+        (attrs.evolve(FINE, host="other"), ""),
+        (
+            attrs.evolve(FINE, host="other", choice="shared"),
+            "each of its 2 ranks is on a host of its own",
+        ),
     ],
 )
 def test_the_decision_names_the_rank_that_prevents_it(second: Presence, reason: str) -> None:

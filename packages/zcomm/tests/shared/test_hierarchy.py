@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import zcomm
-from zcomm.shared import native, registry
+from zcomm.shared import native, network, registry
 from zcomm.shared.failure import SharedMemoryFailed
 from zcomm.shared.hierarchy import HierarchicalTransport
 from zcomm.shared.transport import Message
@@ -78,13 +78,14 @@ def rank_describes_its_transport() -> list[tuple[str, str]]:
 
 def test_a_group_describes_its_two_levels_and_others_their_reason() -> None:
     both = "2 hosts have 2 ranks each: shared memory inside a host, Gloo between hosts; all_to_all over Gloo"
+    alone = "each of its 2 ranks is on a host of its own"
     uneven = "its hosts have different numbers of ranks: 2 on that of rank 0, 1 on that of rank 2"
     for rank, answers in enumerate(run_ranks(rank_describes_its_transport, 4)):
         assert answers[:4] == [
             ("none", "not decided yet: the group has not communicated"),
             ("shared memory + gloo", both),
             ("shared memory", "all 2 ranks are on one host"),
-            ("gloo", "each of its 2 ranks is on a host of its own"),
+            ("gloo", f"{alone}: exchanged over Gloo and added in the order of the ranks"),
         ]
         assert answers[4:] == ([("gloo", uneven)] if rank < 3 else [])
 
@@ -384,3 +385,59 @@ def test_if_one_rank_cannot_join_both_levels_all_use_gloo(how: str, reason: str)
     finally:
         with pytest.raises(RankFailed):  # ranks that were broken for good must not be used again
             run_ranks(fail, 4)
+
+
+def rank_overlaps_long_messages() -> None:
+    """Long and short collectives of ranks on hosts of their own, in flight at once and waited for in any order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    on_hosts("ABC")
+    zcomm.barrier()
+    numel = network.LONG_BYTES // 4 * size  # the slice of a rank is long, too
+    checks = {}
+    for index in range(24):
+        value, whole = float(rank + index), torch.empty(numel if index % 4 else 12)
+        part = whole[rank * (whole.numel() // size) : (rank + 1) * (whole.numel() // size)]
+        if index % 3 == 0:
+            handle = zcomm.all_reduce(whole.fill_(value), async_op=True)
+            checks[handle] = whole, torch.full_like(whole, sum(range(size)) + size * index)
+        elif index % 3 == 1:
+            handle = zcomm.reduce_scatter(part, whole.fill_(value), async_op=True)
+            checks[handle] = part, torch.full_like(part, sum(range(size)) + size * index)
+        else:
+            handle = zcomm.all_gather(whole, part.fill_(value), async_op=True)
+            expected = torch.arange(float(size)).repeat_interleave(part.numel()) + index
+            checks[handle] = whole, expected
+    for handle in random.Random(rank).sample(list(checks), len(checks)):
+        handle.wait()
+        found, expected = checks[handle]
+        assert found.equal(expected)
+    assert zcomm.transport() == "gloo"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_collectives_between_hosts_overlap_and_stay_apart(world_size: int) -> None:
+    run_ranks(rank_overlaps_long_messages, world_size)
+
+
+def rank_loses_a_peer() -> list[str]:
+    """Rank 0 leaves the group while rank 1 has long collectives in flight."""
+    on_hosts("AB")
+    group = dist.new_group(timeout=LONG)
+    zcomm.barrier(group)
+    texts = []
+    if dist.get_rank() == 0:
+        hierarchy(group).close()
+    else:
+        handles = [zcomm.all_reduce(torch.ones(network.LONG_BYTES), group, async_op=True) for _ in range(4)]
+        for wait in (*(handle.wait for handle in handles), lambda: zcomm.barrier(group)):
+            with pytest.raises(zcomm.CollectiveFailed) as caught:
+                wait()
+            texts.append(str(caught.value.__cause__))
+    dist.barrier()
+    return texts
+
+
+def test_a_lost_peer_ends_long_collectives_and_the_group() -> None:
+    _, texts = run_ranks(rank_loses_a_peer, 2)
+    assert len(texts) == 5
+    assert any("between hosts, with rank 0" in text for text in texts)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zcomm.shared import network as module
 from zcomm.shared.failure import SharedMemoryFailed
 from zcomm.shared.network import Network
 from zcomm.testing import run_ranks
@@ -18,7 +19,13 @@ def network(key: str) -> Network:
     return Network.open(key, tuple(range(10, 10 + size)), dist.get_rank(), LONG_S)
 
 
-def rank_moves() -> None:
+def rank_moves(long_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LONG_BYTES", long_bytes)
+        moves()
+
+
+def moves() -> None:
     found, size, rank = network("moves"), dist.get_world_size(), dist.get_rank()
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
         pieces = [torch.full((host + 1,), float(host == rank) * (host + 1)).to(dtype) for host in range(size)]
@@ -27,10 +34,10 @@ def rank_moves() -> None:
         tensor = torch.full((5,), float(rank)).to(dtype)
         found.broadcast(tensor, size - 1).wait()
         assert tensor.equal(torch.full((5,), size - 1.0).to(dtype))
-        lengths = [host + 2 for host in range(size)]
-        output = torch.empty(size * lengths[rank], dtype=dtype)
-        found.exchange(output, torch.full((sum(lengths),), float(rank)).to(dtype), lengths).wait()
-        assert output.equal(torch.arange(float(size)).repeat_interleave(lengths[rank]).to(dtype))
+        output = torch.empty(size, rank + 2, dtype=dtype)
+        found.exchange(output, [torch.full((host + 2,), float(rank)).to(dtype) for host in range(size)]).wait()
+        output[rank] = float(rank)
+        assert output.equal(torch.arange(float(size)).to(dtype).view(-1, 1).expand(size, rank + 2))
     found.barrier().wait()
     found.close()
     found.close()
@@ -39,8 +46,9 @@ def rank_moves() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_of_every_dtype_arrive(world_size: int) -> None:
-    run_ranks(rank_moves, world_size)
+@pytest.mark.parametrize("long_bytes", [module.LONG_BYTES, 0])
+def test_bytes_of_every_dtype_arrive(world_size: int, long_bytes: int) -> None:
+    run_ranks(rank_moves, world_size, long_bytes)
 
 
 def rank_hangs_up() -> list[str]:

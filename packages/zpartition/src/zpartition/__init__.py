@@ -25,6 +25,7 @@ from zpartition.layout.model_parallel import (
 )
 from zpartition.layout.policy import (
     Averaging,
+    BucketSizing,
     Offload,
     OffloadStateType,
     ReduceAt,
@@ -62,6 +63,7 @@ __version__ = "0.3.0"
 __all__ = [
     "Averaging",
     "Bucket",
+    "BucketSizing",
     "Flow",
     "FullTensors",
     "Holder",

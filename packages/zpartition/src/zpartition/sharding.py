@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.deferred.init import Deferred, suspend_init
 from zpartition.layout.layout import Layout
+from zpartition.layout.link import with_measured_buckets
 from zpartition.layout.model_parallel import check_expert_groups, check_group
 from zpartition.layout.plan_layouts import plan_layouts
 from zpartition.layout.policy import Tier, ZeroPolicy
@@ -47,6 +48,8 @@ def shard(
     check_group(module, group)
     check_expert_groups(module, group)
     groups = named_groups(module, optimizer)
+    trained = (param for name, param in module.named_parameters() if name in groups)
+    policy = with_measured_buckets(policy, trained, group, torch.device(device))
     layouts = plan_layouts(module, groups, policy, zcomm.group_size(group), state.block_numel(optimizer))
     if optimizer is not None:
         state.check_optimizer(optimizer, cuts=_cuts(layouts[0], policy))

@@ -34,9 +34,9 @@ def shared_empty(numel: int, dtype: torch.dtype = torch.float32, group: ProcessG
 
     A collective: every rank of the group calls it, with the same arguments.  Views work too, if they begin at the
     same offset on all ranks.  In a two-level group the ranks of each host share the tensor.  Without shared memory
-    (one rank, Gloo or NCCL alone) it is an ordinary tensor.  The memory lives as long as the tensor or a view of it;
-    the mappings of the other ranks live as long as their tensors or until the group is closed.  A forked child shares
-    it with its parent.
+    (one rank in all or on each host, Gloo or NCCL alone) it is an ordinary tensor.  The memory lives as long as the
+    tensor or a view of it; the mappings of the other ranks live as long as their tensors or until the group is
+    closed.  A forked child shares it with its parent.
 
     Raises CollectiveFailed on every rank, naming both, if two ranks of the group pass different arguments; ValueError
     for a negative length.
@@ -48,7 +48,8 @@ def shared_empty(numel: int, dtype: torch.dtype = torch.float32, group: ProcessG
         return torch.zeros(numel, dtype=dtype)
     try:
         _check_arguments(found, dist.get_process_group_ranks(group), numel, dtype)
-        return _allocate(found, numel, dtype) if numel else torch.zeros(0, dtype=dtype)
+        is_alone = len(found.memory.ranks) == 1
+        return _allocate(found, numel, dtype) if numel and not is_alone else torch.zeros(numel, dtype=dtype)
     except SharedMemoryFailed as error:
         raise CollectiveFailed(f"shared_empty({numel}, {dtype}) failed: {error}") from error
 

@@ -136,7 +136,9 @@ def obstacle_of(presences: list[Presence]) -> str:
             return f"rank {number} has {VARIABLE}=gloo"
         if each.obstacle:
             return f"rank {number}: {each.obstacle}"
-    return HostLayout.of([each.host for each in presences]).obstacle()
+    layout = HostLayout.of([each.host for each in presences])
+    is_wanted = any(each.choice == "shared" for each in presences)
+    return layout.obstacle() or (layout.shares_nothing() if is_wanted else "")
 
 
 def rank_limit_obstacle(layout: HostLayout, most: int) -> str:

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 
 import attrs
 
-__all__ = ["ONE_RANK_PER_HOST", "HostLayout"]
-
-ONE_RANK_PER_HOST = "is on a host of its own"  # ends the obstacle of a group with one rank on each host
+__all__ = ["HostLayout"]
 
 _MAX_LISTED = 4  # hosts in an obstacle's text
 
@@ -62,12 +60,15 @@ class HostLayout:
         ranks = self.hosts[host]
         return ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
+    def shares_nothing(self) -> str:
+        """Reason for which no two ranks share memory; "" if some do."""
+        is_spread = self.num_hosts > 1 and max(map(len, self.hosts)) == 1
+        return f"each of its {self.num_hosts} ranks is on a host of its own" if is_spread else ""
+
     def obstacle(self) -> str:
-        """Reason for which the group can use neither shared memory nor two levels; "" if it can."""
+        """Reason for which the group can use neither shared memory nor the levels; "" if it can."""
         if self.num_hosts == 1:
             return ""
-        if all(len(ranks) == 1 for ranks in self.hosts):
-            return f"each of its {self.num_hosts} ranks {ONE_RANK_PER_HOST}"
         if len({len(ranks) for ranks in self.hosts}) > 1:
             counts = [f"{len(ranks)} on that of rank {ranks[0]}" for ranks in self.hosts[:_MAX_LISTED]]
             more = f" and {self.num_hosts - _MAX_LISTED} hosts more" if self.num_hosts > _MAX_LISTED else ""

@@ -1,4 +1,4 @@
-"""Two-level collectives: through shared memory inside a host, over Gloo between hosts.
+"""Two-level collectives: through shared memory inside a host, over Gloo between hosts, of one rank or several.
 
 Between hosts only ranks of equal index communicate, each with its share of the host's data.  Every function is a
 generator of steps for the group's task queue.  A large tensor passes in chunks, which bounds the extra memory; while
@@ -21,7 +21,7 @@ all_to_all stays with Gloo: two levels would send the same bytes between hosts a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
 import attrs
 import torch
@@ -36,9 +36,21 @@ from zcomm.shared.transport import Message, Transport
 __all__ = ["COLLECTIVES", "Levels", "spans"]
 
 SMALL_BYTES = 64 * 1024  # up to this size, fewer messages are faster than shorter ones
+FEW_BYTES = 1024 * 1024  # up to this size, two hosts send each other the whole: more to add, one message less
 SUMMED_BYTES = 4 * 1024 * 1024  # limit of a chunk that needs as much memory to receive
 MOVED_BYTES = 16 * 1024 * 1024  # limit of a chunk that is received in the output itself
 _Steps = Iterator["Step | None"]  # of one chunk; None where the next chunk may start
+
+
+@final
+class _Done:
+    """A step without work."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+DONE = _Done()
 
 
 @attrs.frozen(eq=False)
@@ -52,6 +64,21 @@ class Levels:
     index: int
     # receive buffers in bytes, by use; they grow, within bounds
     buffers: dict[Any, Tensor] = attrs.field(factory=dict)
+    # of the messages of a collective that may be in flight beside others; empty: it may not
+    tags: Iterator[int] = attrs.field(factory=lambda: iter(()))
+
+    def next_tag(self) -> int | None:
+        """Return the tag of the collective's next message; None if its messages go in order."""
+        return next(self.tags, None)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there is one rank on each host."""
+        return self.layout.ranks_per_host == 1
+
+    def on_host(self, message: Message) -> Step:
+        """Issue a collective of this host's ranks, in place; nothing if this rank is alone on its host."""
+        return DONE if self.is_alone else self.memory.issue(message)
 
     def buffer(self, use: Any, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory to receive in, (numel,); the same memory for the same use."""
@@ -118,7 +145,7 @@ def broadcast(levels: Levels, message: Message) -> Iterator[Step]:
 
 
 def barrier(levels: Levels, message: Message) -> Iterator[Step]:
-    yield levels.memory.issue(message)
+    yield levels.on_host(message)
     yield levels.network.barrier()
 
 
@@ -148,53 +175,56 @@ def _steps_of(steps: _Steps) -> Iterator[Step]:
 def _reduce_span(levels: Levels, message: Message, span: Tensor, slot: int) -> _Steps:
     """Steps of an all_reduce: a part for each rank of the host or, if too short for that, the whole span on all."""
     parts = levels.layout.ranks_per_host
-    memory, reduction, label = levels.memory, message.reduction, message.label
+    reduction, label = message.reduction, message.label
     if span.numel() % parts or span.nbytes <= SMALL_BYTES:
-        yield memory.issue(Message("all_reduce", span, span, reduction, label=label))
+        yield levels.on_host(Message("all_reduce", span, span, reduction, label=label))
         yield from _sum_between_hosts(levels, message, span, slot)
         return
     part = span.numel() // parts
     own = span[levels.index * part : (levels.index + 1) * part]
-    yield memory.issue(Message("reduce_scatter", own, span, reduction, label=label))
+    yield levels.on_host(Message("reduce_scatter", own, span, reduction, label=label))
     yield from _sum_between_hosts(levels, message, own, slot)
-    yield memory.issue(Message("all_gather", span, own, label=label))
+    yield levels.on_host(Message("all_gather", span, own, label=label))
 
 
 def _sum_between_hosts(levels: Levels, message: Message, piece: Tensor, slot: int) -> _Steps:
     """Sum the pieces of all hosts, on each of them."""
     reduction, host, num_hosts = message.reduction or "", levels.host, levels.layout.num_hosts
-    if num_hosts == 2 or piece.nbytes <= SMALL_BYTES:
+    if piece.nbytes <= (FEW_BYTES if num_hosts == 2 else SMALL_BYTES):
         rows = list(levels.buffer(slot, (num_hosts - 1) * piece.numel(), piece.dtype).view(num_hosts - 1, -1))
         rows.insert(host, piece)
-        work: Step = levels.network.gather(rows)
+        work: Step = levels.network.gather(rows, levels.next_tag())
         yield None
         yield work
         levels.reduce_local(rows, reduction, piece)
         return
     shares = [piece[a:b] for a, b in _shares(piece.numel(), num_hosts)]
-    received = levels.buffer(slot, num_hosts * shares[host].numel(), piece.dtype)
-    work = levels.network.exchange(received, piece, [share.numel() for share in shares])
+    received = levels.buffer(slot, num_hosts * shares[host].numel(), piece.dtype).view(num_hosts, -1)
+    work = levels.network.exchange(received, shares, levels.next_tag())
     yield None
     yield work
-    levels.reduce_local(received.view(num_hosts, -1), reduction, shares[host])
-    yield levels.network.gather(shares)
+    levels.reduce_local([*received[:host], shares[host], *received[host + 1 :]], reduction, shares[host])
+    yield levels.network.gather(shares, levels.next_tag())
 
 
 def _scatter_span(levels: Levels, message: Message, start: int, stop: int, slot: int) -> _Steps:
     """Steps of a reduce_scatter: columns [start, stop) of all slices."""
     output, input = _flat(message.output), _flat(message.input)
-    num_hosts, width = levels.layout.num_hosts, stop - start
-    sent = levels.buffer(("sent", slot), num_hosts * width, output.dtype)
-    received = levels.buffer(slot, num_hosts * width, output.dtype)
-    for host, row in enumerate(sent.view(num_hosts, width)):
-        slices, stride = levels.host_slices(input, host, start, stop)
-        yield levels.memory.issue(
-            Message("reduce_scatter", row, slices, message.reduction, label=message.label, stride=stride)
-        )
-    work = levels.network.exchange(received, sent, [width] * num_hosts)
+    num_hosts, host, width = levels.layout.num_hosts, levels.host, stop - start
+    received = levels.buffer(slot, num_hosts * width, output.dtype).view(num_hosts, width)
+    slices = [levels.host_slices(input, each, start, stop) for each in range(num_hosts)]
+    pieces = [columns for columns, _ in slices]
+    if not levels.is_alone:
+        pieces = list(levels.buffer(("sent", slot), num_hosts * width, output.dtype).view(num_hosts, width))
+        for piece, (columns, stride) in zip(pieces, slices):
+            yield levels.on_host(
+                Message("reduce_scatter", piece, columns, message.reduction, label=message.label, stride=stride)
+            )
+    work = levels.network.exchange(received, pieces, levels.next_tag())
     yield None
     yield work
-    levels.reduce_local(received.view(num_hosts, width), message.reduction or "", output[start:stop])
+    sources = [*received[:host], pieces[host], *received[host + 1 :]]
+    levels.reduce_local(sources, message.reduction or "", output[start:stop])
 
 
 def _gather_span(levels: Levels, message: Message, output: Tensor, start: int, stop: int) -> _Steps:
@@ -204,9 +234,9 @@ def _gather_span(levels: Levels, message: Message, output: Tensor, start: int, s
 
     def here(host: int) -> Step:
         slices, stride = columns[host]
-        return levels.memory.issue(Message("all_gather", slices, own[host], label=message.label, stride=stride))
+        return levels.on_host(Message("all_gather", slices, own[host], label=message.label, stride=stride))
 
-    work = levels.network.gather(own)
+    work = levels.network.gather(own, levels.next_tag())
     yield here(levels.host)
     yield None
     yield work
@@ -218,22 +248,22 @@ def _gather_span(levels: Levels, message: Message, output: Tensor, start: int, s
 def _send_span(levels: Levels, message: Message, span: Tensor) -> _Steps:
     """Steps of a broadcast of bytes."""
     source_host, source_index = levels.layout.locate(message.source)
-    parts, memory, network, label = levels.layout.ranks_per_host, levels.memory, levels.network, message.label
+    parts, network, label = levels.layout.ranks_per_host, levels.network, message.label
     here = Message("broadcast", span, span, source=source_index, label=label)
     if span.numel() % parts or span.nbytes <= SMALL_BYTES:
         if levels.index == source_index:
             yield network.broadcast(span, source_host)
-        yield memory.issue(here)
+        yield levels.on_host(here)
         return
     part = span.numel() // parts
     own = span[levels.index * part : (levels.index + 1) * part]
     if levels.host == source_host:
-        yield memory.issue(here)
+        yield levels.on_host(here)
     work = network.broadcast(own, source_host)
     yield None
     yield work
     if levels.host != source_host:
-        yield memory.issue(Message("all_gather", span, own, label=label))
+        yield levels.on_host(Message("all_gather", span, own, label=label))
 
 
 def _chunks(flat: Tensor, parts: int, most_bytes: int) -> list[tuple[int, int]]:

@@ -25,7 +25,6 @@ from torch.distributed import ProcessGroup
 from zcomm import compat
 from zcomm.shared import handshake
 from zcomm.shared.hierarchy import HierarchicalTransport
-from zcomm.shared.host_layout import ONE_RANK_PER_HOST
 from zcomm.shared.levels import Levels
 from zcomm.shared.native import is_supported, library
 from zcomm.shared.task_queue import Step
@@ -34,7 +33,7 @@ from zcomm.shared.transport import Message, Transport
 __all__ = ["close_all", "derived_groups", "issue", "transport", "transport_of", "transport_reason"]
 
 _DEFAULT_TIMEOUT_S = 600.0
-_EXPECTED_REASONS = (f"{handshake.VARIABLE}=gloo", ONE_RANK_PER_HOST)  # ends of reasons that need no warning
+_EXPECTED_REASON = f"{handshake.VARIABLE}=gloo"  # the end of a reason that needs no warning
 
 
 class GroupTransport(Protocol):
@@ -168,7 +167,7 @@ def _set_up(group: ProcessGroup, entry: GroupEntry) -> None:
         return
     if isinstance(outcome, str):
         entry.reason = outcome
-        if rank == 0 and not outcome.endswith(_EXPECTED_REASONS):
+        if rank == 0 and not outcome.endswith(_EXPECTED_REASON):
             warnings.warn(f"zcomm uses Gloo where shared memory would be faster: {outcome}.", stacklevel=2)
         return
     ranks = tuple(dist.get_process_group_ranks(group))

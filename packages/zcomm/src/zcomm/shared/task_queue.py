@@ -4,6 +4,7 @@ A two-level collective is a generator: it issues a step, yields it, and continue
 must issue the steps of a collective, and the collectives, in one order.  So each group has one queue that runs only
 its first task, whichever handle is waited for.  As in csrc/zs_engine.c, a task is run by the thread that waits for
 it, or by the queue's thread while the caller computes.  An interrupted wait leaves the task for the next thread.
+Tasks with steps that cannot be interrupted are run by the queue's thread only.
 A forked child must not continue it: the connections are its parent's, and so may be the lock.
 
 Rejected: running the second level in the wait for its own handle (ranks may wait in different orders); one thread for
@@ -12,6 +13,7 @@ everything (every synchronous call would pay for two hand-overs).
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 from collections import deque
@@ -23,7 +25,7 @@ import attrs
 from zcomm.hangs.observer import ABORTED, observer
 from zcomm.shared.failure import SharedMemoryFailed, forked_message
 
-__all__ = ["Step", "Task", "TaskQueue"]
+__all__ = ["Runner", "Step", "Task", "TaskQueue"]
 
 _PAUSE_S = 0.1  # pause of a caller whose task another thread runs
 
@@ -33,6 +35,13 @@ class Step(Protocol):
 
     def wait(self) -> None:
         """Wait for the step.  Raises SharedMemoryFailed.  May be interrupted, and called again."""
+
+
+class Runner(enum.Enum):
+    """Who runs a task."""
+
+    WAITER = "waiter"  # a thread that waits for it, or the queue's
+    THREAD = "thread"  # only the queue's thread: its steps cannot be interrupted
 
 
 @final
@@ -47,6 +56,7 @@ class Task:
     steps: Iterator[Step]
     label: str
     number: int  # in the order of issue, from 1
+    runner: Runner = attrs.field(kw_only=True)
     pending: Step | None = None  # issued and not yet waited for
     is_done: bool = False
 
@@ -85,12 +95,14 @@ class TaskQueue:
     thread: threading.Thread | None = None  # started on first use
     changed: threading.Condition = attrs.field(factory=threading.Condition)  # guards all above
 
-    def issue(self, steps: Iterator[Step], *, label: str = "", overlap: bool = False) -> Task:
+    def issue(
+        self, steps: Iterator[Step], *, label: str = "", overlap: bool = False, runner: Runner = Runner.WAITER
+    ) -> Task:
         """Append a collective.  Raises SharedMemoryFailed if the group is unusable."""
         with self.changed:
             self._check(None)
             self.num_issued += 1
-            task = Task(self, steps, label, self.num_issued)
+            task = Task(self, steps, label, self.num_issued, runner=runner)
             self.tasks.append(task)
             if overlap:
                 self._hand_to_thread(task)
@@ -142,6 +154,13 @@ class TaskQueue:
             self.thread.start()
         self.changed.notify_all()
 
+    def _is_left_to_thread(self, task: Task) -> bool:
+        """Return whether the calling thread may not run a task; then the queue's will.  Requires the lock."""
+        if task.runner is Runner.WAITER or self.failure:
+            return False
+        self._hand_to_thread(task)
+        return threading.current_thread() is not self.thread
+
     def _serve(self) -> None:
         """Run the thread."""
         while not self.failure:
@@ -162,7 +181,7 @@ class TaskQueue:
         return not task.is_done
 
     def _take_turn(self, is_wanted: Callable[[], bool]) -> bool:
-        """Run the first task if `is_wanted`; return False, after a short pause, if another thread runs it.
+        """Run the first task if `is_wanted`; return False, after a short pause, if another thread is to run it.
 
         [Note: interruptions] An interrupt may come between any two lines.  So a turn is known to its thread before it
         is taken, and is ended once more if the first end was interrupted.
@@ -173,7 +192,7 @@ class TaskQueue:
                 with self.changed:
                     if not is_wanted():
                         return True
-                    if self.turn is not None:
+                    if self.turn is not None or self._is_left_to_thread(self.tasks[0]):
                         self.changed.wait(_PAUSE_S)
                         return False
                     turn = _Turn(self.tasks[0])

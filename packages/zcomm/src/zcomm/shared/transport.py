@@ -64,6 +64,11 @@ class Message:
         """The tensor whose length must be equal on all ranks: the whole, or the slice of one rank."""
         return self.output if self.op == "reduce_scatter" else self.input
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the larger tensor."""
+        return max(0 if tensor is None else tensor.nbytes for tensor in (self.output, self.input))
+
 
 @final
 @attrs.frozen(eq=False)

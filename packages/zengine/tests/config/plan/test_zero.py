@@ -60,3 +60,11 @@ def test_below_stage_3_they_have_no_effect_and_that_is_said() -> None:
     assert "zero_optimization.zero_hpz_partition_size, zero_optimization.zero_quantized_weights" in notice
     assert notice.endswith("have no effect here: the stage is not 3")
     assert not [n for n in plan({"stage": 2, "zero_quantized_weights": False}).notices if "stage is not 3" in n]
+
+
+def test_a_measured_bucket_size_is_left_to_the_partition() -> None:
+    found = plan({"stage": 1, "reduce_bucket_size": "measured"})
+    assert (found.zero.bucket_sizing.value, found.zero.bucket_numel) == ("measured", 0)
+    assert found["zero_optimization.reduce_bucket_size"] == "measured"
+    number = plan({"stage": 1, "reduce_bucket_size": 5000})
+    assert (number.zero.bucket_sizing.value, number.zero.bucket_numel) == ("derived", 5000)

@@ -43,6 +43,7 @@ __all__ = [
     "MEAN",
     "NOTHING",
     "Averaging",
+    "BucketSizing",
     "Offload",
     "OffloadStateType",
     "ReduceAt",
@@ -202,6 +203,13 @@ class SparseGradients(enum.Enum):
     DENSE = "dense"  # written into a bucket, as other gradients
 
 
+class BucketSizing(enum.Enum):
+    """Choice of a bucket's size."""
+
+    DERIVED = "derived"  # from the model's size: bits depend on the config only
+    MEASURED = "measured"  # at most that, for the network between hosts: see link.py
+
+
 @attrs.frozen(kw_only=True)
 class Averaging:
     """Conversion of the sum over ranks into a mean, and on which side of the reduction the division happens.
@@ -237,6 +245,7 @@ class ZeroPolicy:
 
     stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
     bucket_numel: int = attrs.field(default=0, validator=ge(0))  # 0: derived from the model's size
+    bucket_sizing: BucketSizing = BucketSizing.DERIVED  # if `bucket_numel` is 0
     gather_numel: int = attrs.field(default=0, validator=ge(0))  # of one message of updated weights; 0: a bucket
     reduce_dtype: torch.dtype | None = None  # on the wire; None: the dtype of the parameters themselves
     narrow_dtype: torch.dtype | None = None  # on the wire, for parameters of modules of `narrow_classes`

@@ -18,6 +18,7 @@ from zengine.config.grammar.kinds import (
     Mismatch,
     ValueKind,
     choice,
+    literal,
     null_or,
     number,
     whole,
@@ -197,6 +198,7 @@ ZERO: dict[str, Row] = {
 
 
 FROM_SIZE = "(from the model's size)"
+MEASURED = "measured"  # reduce_bucket_size: from the link
 
 
 def _or_unlimited(numel: int) -> object:
@@ -214,10 +216,12 @@ class Zero:
     stage: int = setting(
         STAGE, 0, "0: no sharding; 1: optimizer states are sharded; 2: also gradients; 3: also weights"
     )
-    reduce_bucket_size: int = setting(
-        POSITIVE,
+    reduce_bucket_size: int | str = setting(
+        literal(POSITIVE, MEASURED),
         0,
-        "elements of a reduction bucket, at least a parameter; default: derived from the model",
+        "elements of a reduction bucket, at least a parameter; default: derived from the model; "
+        f'"{MEASURED}": at most that, chosen for the network between hosts (stages 0 to 2; the last bits of the norm '
+        "then depend on the network)",
         plan="bucket_numel",
         empty=FROM_SIZE,
     )

@@ -14,13 +14,13 @@ import attrs
 
 from zengine.config.grammar.errors import NOWHERE, Problem
 from zengine.config.keys.root import Settings
-from zengine.config.keys.zero import Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
+from zengine.config.keys.zero import MEASURED, Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.parallel import ParallelPlan
 from zengine.config.plan.precision import wire_dtypes
 from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
-from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
+from zpartition import Averaging, BucketSizing, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
 from zprecision import Precision
 
 __all__ = [
@@ -53,7 +53,10 @@ def zero_policy(
     accumulation: micro-steps of a step.
     """
     zero = settings.zero_optimization
+    is_measured = zero.reduce_bucket_size == MEASURED
     derived = {
+        "bucket_numel": 0 if is_measured else zero.reduce_bucket_size,
+        "bucket_sizing": BucketSizing.MEASURED if is_measured else BucketSizing.DERIVED,
         "accumulate_dtype": dtypes.accumulate,
         "master_dtype": dtypes.master,
         "averaging": _averaging(settings),
@@ -191,7 +194,8 @@ def zero_rows(
 ) -> Iterator[PlanRow]:
     """Yield the rows of zero_optimization and aio."""
     home = "zero_optimization."
-    yield from rows(home, policy, Zero, load_from_fp32_weights=full_masters)
+    bucket = MEASURED if policy.bucket_sizing is BucketSizing.MEASURED else policy.bucket_numel
+    yield from rows(home, policy, Zero, load_from_fp32_weights=full_masters, reduce_bucket_size=bucket)
     yield from rows(f"{home}leaf_module.", policy, LeafModule, **_all_names(leaf_modules))
     yield from rows(
         f"{home}offload_optimizer.",
