@@ -82,6 +82,12 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"all_reduce", "all_gather_object"},
         "zpartition": {"FullTensors", "experts.active_fractions", "pipeline_stages_of"},
     },
+    # plays ranks of a run: their worlds, engines without kernels, plans without disks
+    "ordering/": {
+        "zcomm": {"Communicator", "PlayedCall", "World", "played_world"},
+        "zoptim": {"use_level"},
+        "zpartition": {"Tier"},
+    },
     "checkpoint/weights.py": {
         "zpartition": {"FullTensors", "load_slices", "own_parts", "whole_state_dict"},
         "zckpt": {"interchange.read_weights"},

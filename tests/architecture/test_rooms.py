@@ -61,6 +61,7 @@ ORDER = {
             "initialize",
             "deepspeed",
             "planning",
+            "ordering",
             "commands",
             "cli",
             "__main__",

@@ -29,11 +29,13 @@ from zcomm.collectives.verbs import (
     group_rank,
     group_size,
     reduce_scatter,
+    runs_in_order,
 )
 from zcomm.groups.axes import MPU_NAMES, Degrees, Groups, mpu_getter
 from zcomm.groups.duplicates import consecutive_group, duplicate_group, duplicate_host_group, strided_group
 from zcomm.groups.launch import Launch, detect
 from zcomm.groups.mesh import axis_group, axis_rank, axis_size, make_mesh
+from zcomm.groups.played import Communicator, PlayedCall, played_world
 from zcomm.groups.rendezvous import RendezvousFailed
 from zcomm.groups.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from zcomm.groups.world import World, init
@@ -49,12 +51,14 @@ __all__ = [
     "MPU_NAMES",
     "BlockCode",
     "CollectiveFailed",
+    "Communicator",
     "Degrees",
     "Groups",
     "Handle",
     "Launch",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
+    "PlayedCall",
     "ProcessTopology",
     "Record",
     "RendezvousFailed",
@@ -87,9 +91,11 @@ __all__ = [
     "init",
     "make_mesh",
     "mpu_getter",
+    "played_world",
     "reduce_scatter",
     "reduce_scatter_quantized",
     "return_ragged_rows",
+    "runs_in_order",
     "shared_empty",
     "strided_group",
     "this_host",

@@ -31,6 +31,10 @@ reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.
 # Public classes that are missing from torch's export list.
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined,unused-ignore]
 HashStore: Any = dist.HashStore  # type: ignore[attr-defined,unused-ignore]
+Store: Any = dist.Store  # type: ignore[attr-defined,unused-ignore]
+ProcessGroup: Any = (
+    dist.ProcessGroup
+)  # as a base class: torch calls its methods with other signatures than it declares
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined,unused-ignore]
 rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined,unused-ignore]
 
@@ -88,6 +92,9 @@ def _named_by(ranks: Sequence[int]) -> Iterator[None]:
         _chosen.name = None
 
 
+PLAYED, PLAYED_HOST = "played", "played_host"  # back ends of zcomm.groups.played
+
+
 def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     """Make a group of these global ranks, in this order: a collective of these ranks alone.
 
@@ -96,6 +103,8 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     """
     ordered, size = sorted(ranks), dist.get_world_size()
     options: dict[str, Any] = {}
+    if backend is not None and backend_of() == PLAYED:
+        backend = PLAYED_HOST
     if list(ranks) != ordered:
         if not _KEEPS_ORDER:
             raise ValueError(
@@ -184,6 +193,12 @@ def close_group(group: Any, rank: int) -> None:
 
 NUM_LINK_TAGS = 1_000_000  # tags of messages: 0 to this
 _UNUSED_TAG = 1_000_003  # no message has it
+
+
+def work_of(future: Any) -> Any:
+    """Return the Work of a torch future; the future itself, which can be waited for, if torch does not expose it."""
+    make = getattr(getattr(getattr(torch, "_C", None), "_distributed_c10d", None), "_create_work_from_future", None)
+    return future if make is None else make(future)
 
 
 def _options(name: str) -> Any:

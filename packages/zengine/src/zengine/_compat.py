@@ -182,3 +182,18 @@ def without_compiler() -> Iterator[None]:
         del sys.modules[name]
         for function in marked:
             vars(function).pop("__dynamo_disable", None)
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[int, Callable[[], Any]]:
+    """Return a number of the tensor's storage, and a function that makes a weak reference to it.
+
+    As long as the reference lives, no other storage gets the number.
+    """
+    storage = tensor.untyped_storage()
+    return storage._cdata, lambda: _weak_storage(storage)
+
+
+def _weak_storage(storage: Any) -> Any:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -114,6 +114,31 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
 
 
+def _add_check_order(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--world", dest="world", type=positive, required=True, metavar="N", help="ranks")
+    parser.add_argument(
+        "--batch", default="", metavar="MODULE:FACTORY", help="function from micro-batch size to the model's argument"
+    )
+    parser.add_argument("--tokens", type=positive, default=0, metavar="T", help="or sequence length of token ids")
+    parser.add_argument("--inputs", default="", metavar="3x224x224", help="or samples of this shape")
+    parser.add_argument(
+        "--step",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="or a whole step: function of (engine, step, random.Random)",
+    )
+    parser.add_argument(
+        "--oracle",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="answers to reads of data in your own code: returns a dict",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the ranks and of their decisions; default: 0")
+    _add_auto(parser)
+    _add_model(parser)
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=positive, default=0, metavar="N", help="processes on this host; default: one per GPU"
@@ -219,6 +244,12 @@ COMMANDS: Mapping[str, Command] = {
         "run_plan",
         "Estimate the peak of a rank, the largest micro-batch that fits and the best stage, without a GPU.",
         _add_plan,
+    ),
+    "check-order": Command(
+        "zengine.commands.check_order",
+        "run",
+        "Check that all ranks of a run launch the same collectives in one order, without the ranks.",
+        _add_check_order,
     ),
     "run": Command("zengine.commands.run", "run", "Start a script on all devices of one or several hosts.", _add_run),
     "report": Command(

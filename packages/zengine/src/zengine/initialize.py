@@ -128,7 +128,7 @@ def initialize(
         _check_plan(settings, model, training_data)
     world = _make_world(dist_init_required, distributed_port)
     layout = process_layout(mpu, mesh, model)
-    plan = resolve(settings, _facts(settings, world, layout))
+    plan = resolve(settings, facts_of_world(settings, world, layout))
     groups = groups_for_model(model, plan, layout)
     _log_notices(plan, world)
     client = Client(
@@ -334,7 +334,7 @@ def _check_plan(settings: Config, model: nn.Module, training_data: Any) -> None:
     check_data(plan, training_data)
 
 
-def _facts(settings: Config, world: zcomm.World, layout: ProcessLayout) -> Facts:
+def facts_of_world(settings: Config, world: zcomm.World, layout: ProcessLayout) -> Facts:
     from zengine.config import Facts
 
     return Facts(

@@ -22,6 +22,7 @@ from zoptim.optimizers import table
 from zoptim.options import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, certainly_accepts
 
 if TYPE_CHECKING:
+    from zoptim.backends.native import use_level
     from zoptim.backends.select import Kernels, has_kernels, kernels
     from zoptim.backends.stats import GradStats, grad_stats, sum_of_squares
     from zoptim.optimizers.build import make_optimizer
@@ -72,11 +73,13 @@ __all__ = [
     "make_schedule",
     "sum_of_squares",
     "supports_grad_scale",
+    "use_level",
     *table.MODULE_BY_NAME,
 ]
 
 # Imported on first use: most programs use one optimizer and one schedule, and a config is checked without torch.
 _NAMES_IN = {
+    "backends.native": "use_level",
     "backends.select": "Kernels has_kernels kernels",
     "backends.stats": "GradStats grad_stats sum_of_squares",
     "optimizers.build": "make_optimizer",

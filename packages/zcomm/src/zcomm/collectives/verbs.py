@@ -43,6 +43,7 @@ __all__ = [
     "group_rank",
     "group_size",
     "reduce_scatter",
+    "runs_in_order",
 ]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -230,6 +231,14 @@ def group_device(group: ProcessGroup | None = None) -> torch.device:
     if "nccl" in backend and "gloo" not in backend:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def runs_in_order(device: torch.device, group: ProcessGroup | None = None) -> bool:
+    """True if messages of `device` wait in a queue for those launched before them: NCCL, or a played world.
+
+    False where each is carried by itself: over Gloo, which needs no handshake if a receive is posted early.
+    """
+    return device.type != "cpu" or (dist.is_initialized() and compat.backend_of(group) == compat.PLAYED)
 
 
 def _reduction(call: str, label: str, op: str) -> dist.ReduceOp.RedOpType:

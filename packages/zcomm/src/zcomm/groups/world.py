@@ -113,6 +113,13 @@ def init(
     return _current
 
 
+def install(world: World) -> World:
+    """Make `world`, around torch's present default group, the one that `init` returns."""
+    global _current
+    _current = world
+    return world
+
+
 def resolve_timeout_s(given_s: float | None, env: Mapping[str, str]) -> float:
     """Time limit in seconds from the argument, ZCOMM_TIMEOUT_S, DEEPSPEED_TIMEOUT (minutes) or the default."""
     sources = (

@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.layout.model_parallel import ModelParallelGroup
 
+TIED_EDGE = 1 << 20  # the first edge of tied weights, far above those of stages
 _MAX_DIMS = 8
 _MAX_TENSORS = 16
 _HEADER = 2 + _MAX_TENSORS * (3 + _MAX_DIMS)  # whole numbers
@@ -98,7 +99,7 @@ class Channels:
     def expect_receive(self, source: int, edge: int, mp_group: ModelParallelGroup | None = None) -> PendingReceive:
         """Return the next message of rank `source`, to be waited for; one at a time for each rank."""
         pending = PendingReceive(self, source, edge, mp_group)
-        if self.device.type == "cpu":
+        if not zcomm.runs_in_order(self.device, self.group):
             pending.begin()
         return pending
 
@@ -188,6 +189,18 @@ class PendingReceive:
             if part is not None and each is not None:
                 part.requires_grad_(bool(each[1]))
         return tuple(self.parts) if is_tuple else self.parts[0]
+
+    def reply_header(self) -> list[int]:
+        """Return the header that this message has, if it answers one that this rank has sent.
+
+        Gradients have the shapes of the activations that were sent, and tied gradients those of the weights.
+        """
+        is_tied = self.edge >= TIED_EDGE
+        is_tuple, meta = self.channels.known["to", self.source, self.edge if is_tied else self.edge + 1]
+        if not is_tied:
+            meta = tuple(None if each is None or not each[1] else (each[0], 0, each[2]) for each in meta)
+        header: list[int] = _encode(is_tuple, meta).tolist()
+        return header
 
     def _post_tensors(self, meta: Meta) -> None:
         for each in meta:

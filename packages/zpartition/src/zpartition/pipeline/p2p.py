@@ -21,13 +21,11 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.layout.model_parallel import ModelParallelGroup
-from zpartition.pipeline.channels import Channels, PendingReceive
+from zpartition.pipeline.channels import TIED_EDGE, Channels, PendingReceive
 from zpartition.pipeline.module import PipelineModule
 from zpartition.pipeline.schedule import ActionKind, Schedule
 
 MessageKey = tuple[int, int, bool]  # (stage that receives, micro-batch, whether it is a gradient)
-
-_EDGE = 1 << 20  # the first edge of tied weights, far above those of stages
 
 
 @final
@@ -58,7 +56,7 @@ class P2P:
         mp_groups: tuple[ModelParallelGroup | None, ModelParallelGroup | None] = (None, None),
     ) -> P2P:
         """Create for the ranks of a pipeline; a collective of them."""
-        down = group if device.type == "cpu" else zcomm.duplicate_group(group)
+        down = zcomm.duplicate_group(group) if zcomm.runs_in_order(device, group) else group
         if module.pipeline_position.num_ranks > 1:
             zcomm.close_on_failure(group)
             zcomm.close_on_failure(down)
@@ -170,10 +168,10 @@ class TiedWeights:
             if owner == self.module.pipeline_position.rank:
                 for rank in self._copy_ranks(key):
                     for place, param in enumerate(self._params(self.module.owned[key])):
-                        self.channels.send(param.detach(), rank, _EDGE + number * 1000 + place)
+                        self.channels.send(param.detach(), rank, TIED_EDGE + number * 1000 + place)
             elif key in self.module.tied_copies:
                 for place, (holder, name) in enumerate(_parameter_slots(self.module.tied_copies[key])):
-                    _set_parameter(holder, name, self.channels.receive(owner, _EDGE + number * 1000 + place))
+                    _set_parameter(holder, name, self.channels.receive(owner, TIED_EDGE + number * 1000 + place))
 
     def reduce_gradients(self) -> None:
         """Add the gradients of the copies to those of the owners."""
@@ -182,13 +180,13 @@ class TiedWeights:
             if owner == self.module.pipeline_position.rank:
                 params = self._params(self.module.owned[key])
                 for rank in self._copy_ranks(key):
-                    got = [self.channels.receive(rank, _EDGE + number * 1000 + at) for at in range(len(params))]
+                    got = [self.channels.receive(rank, TIED_EDGE + number * 1000 + at) for at in range(len(params))]
                     pairs = [(param, each) for param, each in zip(params, got) if param.requires_grad]
                     torch.autograd.backward([param for param, _ in pairs], [each for _, each in pairs])
             elif key in self.module.tied_copies:
                 for place, param in enumerate(self._params(self.module.tied_copies[key])):
                     gradient = torch.zeros_like(param) if param.grad is None else param.grad
-                    self.channels.send(gradient.detach(), owner, _EDGE + number * 1000 + place)
+                    self.channels.send(gradient.detach(), owner, TIED_EDGE + number * 1000 + place)
                     param.grad = None
 
     def _keys(self) -> list[tuple[str, int]]:
