@@ -1,0 +1,65 @@
+"""Load the simulated CUDA device around `import torch`, in every process whose PYTHONPATH has this folder.
+
+Ranks, forkservers and subprocesses of tests inherit the variable, so all of them see the device.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
+
+
+class _After(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Wraps the loaders of torch and of the module that runs ranks."""
+
+    NAMES = ("torch", "zcomm.testing.rank")
+
+    def __init__(self) -> None:
+        self.inner: dict[str, Any] = {}
+
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.NAMES or name in self.inner:
+            return None
+        self.inner[name] = None  # the finders below may ask again
+        spec = (
+            importlib.util.find_spec(name) if path is None else importlib.machinery.PathFinder.find_spec(name, path)
+        )
+        if spec is None or spec.loader is None:
+            return spec
+        self.inner[name], spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        result: ModuleType | None = self.inner[spec.name].create_module(spec)
+        return result
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        loader = self.inner[name]
+        module.__spec__.loader = module.__loader__ = loader  # type: ignore[union-attr]
+        if name != "torch":
+            loader.exec_module(module)
+            from simulated_cuda import ranks
+
+            ranks.install(module)
+            return
+        from simulated_cuda import library
+
+        library.load()
+        loader.exec_module(module)
+        from simulated_cuda import torch_cuda, torch_distributed
+
+        torch_cuda.install()
+        torch_distributed.install()
+
+
+sys.meta_path.insert(0, _After())
