@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 
@@ -22,10 +23,8 @@ def schedule(request: pytest.FixtureRequest) -> str:
 
 def violations_of(work: Callable[[], object]) -> str:
     """Return the violations of `work`, whether or not it raised them."""
-    try:
+    with contextlib.suppress(RuntimeError):  # kept among the violations as well
         work()
-    except RuntimeError as error:
-        assert "simulated CUDA" in str(error)
     torch.cuda.synchronize()
     return "\n".join(take_violations())
 

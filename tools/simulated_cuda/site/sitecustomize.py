@@ -17,9 +17,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
 
 
 class _After(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Wraps the loaders of torch and of the module that runs ranks."""
+    """Wraps the loaders of torch, of the module that runs ranks, and of those that call C kernels."""
 
-    NAMES = ("torch", "zcomm.testing.rank")
+    NAMES = ("torch", "zcomm.testing.rank", "zoptim.backends.cpu", "zoptim.backends.stats")
 
     def __init__(self) -> None:
         self.inner: dict[str, Any] = {}
@@ -48,9 +48,14 @@ class _After(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__.loader = module.__loader__ = loader  # type: ignore[union-attr]
         if name != "torch":
             loader.exec_module(module)
-            from simulated_cuda import ranks
+            from simulated_cuda import c_kernels, ranks
 
-            ranks.install(module)
+            install = {
+                "zcomm.testing.rank": ranks.install,
+                "zoptim.backends.cpu": c_kernels.install_in_cpu,
+                "zoptim.backends.stats": c_kernels.install_in_stats,
+            }
+            install[name](module)
             return
         from simulated_cuda import library
 
