@@ -1,5 +1,7 @@
 // What torch asks of a device: guard, hooks, allocators, generators.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/Utils.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -145,24 +147,47 @@ std::vector<Range> merged(std::vector<Range> ranges) {
 // -- random numbers ------------------------------------------------------------------------------------------------------
 
 Generator::Generator(uint64_t seed)
-    : GeneratorImpl(DEVICE, c10::DispatchKeySet(c10::DispatchKey::CUDA)), host(at::make_generator<at::CPUGeneratorImpl>(seed)) {}
-void Generator::set_current_seed(uint64_t seed) { host.set_current_seed(seed); }
-void Generator::set_offset(uint64_t) {}
-uint64_t Generator::get_offset() const { return 0; }
-uint64_t Generator::current_seed() const { return host.current_seed(); }
-uint64_t Generator::seed() { return host.seed(); }
-void Generator::set_state(const c10::TensorImpl& state) { host.unsafeGetGeneratorImpl()->set_state(state); }
-c10::intrusive_ptr<c10::TensorImpl> Generator::get_state() const { return host.unsafeGetGeneratorImpl()->get_state(); }
+    : GeneratorImpl(DEVICE, c10::DispatchKeySet(c10::DispatchKey::CUDA)), host_(at::make_generator<at::CPUGeneratorImpl>()) {
+  seed_ = seed;
+}
+void Generator::set_current_seed(uint64_t seed) {
+  seed_ = seed;
+  offset_ = 0;
+}
+void Generator::set_offset(uint64_t offset) { offset_ = offset; }
+uint64_t Generator::get_offset() const { return offset_; }
+uint64_t Generator::current_seed() const { return seed_; }
+uint64_t Generator::seed() {
+  set_current_seed(c10::detail::getNonDeterministicRandom(true));
+  return seed_;
+}
+void Generator::set_state(const c10::TensorImpl& state) {
+  TORCH_CHECK(state.numel() == 2 * sizeof(uint64_t), "RNG state is wrong size");
+  const auto* words = static_cast<const char*>(state.data());
+  std::memcpy(&seed_, words, sizeof(uint64_t));
+  std::memcpy(&offset_, words + sizeof(uint64_t), sizeof(uint64_t));
+}
+c10::intrusive_ptr<c10::TensorImpl> Generator::get_state() const {
+  at::Tensor state = at::detail::empty_cpu({2 * sizeof(uint64_t)}, at::kByte);
+  std::memcpy(state.data_ptr(), &seed_, sizeof(uint64_t));
+  std::memcpy(static_cast<char*>(state.data_ptr()) + sizeof(uint64_t), &offset_, sizeof(uint64_t));
+  return state.getIntrusivePtr();
+}
 c10::GeneratorImpl* Generator::clone_impl() const {
-  auto* copy = new Generator(0);
-  copy->host = host.clone();
+  auto* copy = new Generator(seed_);
+  copy->offset_ = offset_;
   return copy;
+}
+const at::Generator& Generator::draw() {
+  host_.set_current_seed((seed_ + 1) * 6364136223846793005ULL ^ (offset_ * 1442695040888963407ULL));
+  offset_ += 4;
+  return host_;
 }
 
 at::Generator host_generator(const std::optional<at::Generator>& given) {
   const at::Generator& from = given.has_value() && given->defined() ? *given : default_generator();
   TORCH_CHECK(from.device().is_cuda(), "simulated CUDA: expected a generator of cuda, got one of ", from.device());
-  return static_cast<Generator*>(from.unsafeGetGeneratorImpl())->host;
+  return static_cast<Generator*>(from.unsafeGetGeneratorImpl())->draw();
 }
 
 }  // namespace sim

@@ -203,25 +203,24 @@ c10::IValue to_device_value(const c10::IValue& value) {
   return value;
 }
 
-// Exchanges the state of the CPU's default generator for that of the device while a kernel draws.
+// Gives the CPU's default generator the state of the device's while a kernel draws.
 class Draws {
  public:
   explicit Draws(bool wanted) : wanted_(wanted) {
-    if (wanted_) swap();
+    if (!wanted_) return;
+    at::Generator host = at::detail::getDefaultCPUGenerator();
+    before_ = host.get_state();
+    host.set_state(host_generator(std::nullopt).get_state());
   }
   ~Draws() {
-    if (wanted_) swap();
+    if (!wanted_) return;
+    at::Generator host = at::detail::getDefaultCPUGenerator();
+    host.set_state(before_);
   }
 
  private:
-  static void swap() {
-    at::Generator host = at::detail::getDefaultCPUGenerator();
-    at::Generator device = host_generator(std::nullopt);
-    const at::Tensor state = host.get_state();
-    host.set_state(device.get_state());
-    device.set_state(state);
-  }
   bool wanted_;
+  at::Tensor before_;
 };
 
 void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack, bool draws) {
