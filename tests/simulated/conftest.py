@@ -6,5 +6,7 @@ import sys
 
 # Without the device only the test that starts it is collected.
 collect_ignore = (
-    [] if "simulated_cuda.library" in sys.modules else ["test_order.py", "test_device.py", "test_waits.py"]
+    []
+    if "simulated_cuda.library" in sys.modules
+    else ["test_order.py", "test_device.py", "test_waits.py", "test_two_ranks.py", "test_paths.py"]
 )

@@ -148,6 +148,10 @@ def _exchange_device(device: int) -> int:
     return 0
 
 
+def _maybe_exchange_device(device: int) -> int:  # another object than the one above: torch._dynamo asks for two
+    return _exchange_device(device)
+
+
 def _initialize() -> None:
     """Hand torch.cuda the device's default generator; called once, at the first use."""
     library().sim_hand_out_default_generator()
@@ -187,7 +191,7 @@ def _bindings() -> dict[str, Any]:
         "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": _set_device,
         "_cuda_exchangeDevice": _exchange_device,
-        "_cuda_maybeExchangeDevice": _exchange_device,
+        "_cuda_maybeExchangeDevice": _maybe_exchange_device,
         "_cuda_isInBadFork": lambda: False,
         "_cuda_canDeviceAccessPeer": lambda device, peer: False,
         "_cuda_getArchFlags": lambda: f"sm_{CAPABILITY[0]}{CAPABILITY[1]}",
@@ -223,7 +227,7 @@ def _watch_numpy() -> None:
             host_access(self.data_ptr(), self.nbytes, True, "numpy()")
         return plain(self, *args, **kwargs)
 
-    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+    torch.Tensor.numpy = numpy  # type: ignore[method-assign,assignment]
 
 
 def install() -> None:
@@ -232,10 +236,10 @@ def install() -> None:
         setattr(torch._C, name, value)
     _watch_numpy()
     sim = library()
-    torch.version.cuda = "13.0"  # type: ignore[assignment]
+    torch.version.cuda = "13.0"
     cuda: Any = torch.cuda
     cuda._cudart = _runtime()
-    cuda._exchange_device = cuda._maybe_exchange_device = _exchange_device
+    cuda._exchange_device, cuda._maybe_exchange_device = _exchange_device, _maybe_exchange_device
     cuda._get_device_properties = _properties
     cuda.check_error = lambda error: None
     cuda.Stream = cuda.streams.Stream = Stream

@@ -59,5 +59,5 @@ def install() -> None:
     if not dist.is_available():
         return
     c10d._NCCL_AVAILABLE = True
-    c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
-    dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
+    c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc]
+    dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc]

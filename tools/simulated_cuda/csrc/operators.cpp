@@ -137,7 +137,11 @@ struct Call {
           tensor.dim() == 0 || facts.takes_host_indices,
           "simulated CUDA: Expected all tensors to be on the same device, but ", op.schema().name(), " got one on ",
           tensor.device(), " beside cuda:0");
-      return is_written ? tensor : tensor.clone();
+      if (is_written) return tensor;
+      Quiet quiet;
+      at::Tensor copy = tensor.clone();  // by value, as a kernel's argument
+      copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return copy;
     }
     at::Tensor alias = alias_of(tensor);
     (is_written ? writes : reads).push_back(range_of(tensor));

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +31,7 @@ class _After(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name not in self.NAMES or name in self.inner:
             return None
         self.inner[name] = None  # the finders below may ask again
-        spec = (
-            importlib.util.find_spec(name) if path is None else importlib.machinery.PathFinder.find_spec(name, path)
-        )
+        spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
         self.inner[name], spec.loader = spec.loader, self
@@ -67,4 +66,35 @@ class _After(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         torch_distributed.install()
 
 
+class _WatchBranches(importlib.abc.MetaPathFinder):
+    """Makes the packages' branches on a device's type record themselves (simulated_cuda.branches)."""
+
+    PACKAGES = ("zcomm", "zprecision", "zpartition", "zoptim", "zckpt", "zengine")
+
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in self.PACKAGES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.origin is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return None
+        from simulated_cuda import branches
+
+        origin, record = spec.origin, branches.recorder()
+        plain = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            if "/zengine/deepspeed/" in origin or "cu" not in Path(origin).read_text():
+                plain(module)
+                return
+            module.__dict__[branches.RECORDER] = record
+            exec(branches.watched(origin), module.__dict__)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if os.environ.get("SIMULATED_CUDA_BRANCHES"):
+    sys.meta_path.insert(0, _WatchBranches())
 sys.meta_path.insert(0, _After())
