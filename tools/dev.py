@@ -81,9 +81,23 @@ def train(arguments: list[str], here: bool) -> int:
     return become(train_command(python, arguments), environ)
 
 
+def on_device(arguments: list[str], environ: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--device NAME` out of pytest's arguments; "simulated" is the only NAME (tools/simulated_cuda)."""
+    if "--device" not in arguments:
+        return arguments, environ
+    at = arguments.index("--device")
+    if arguments[at + 1 : at + 2] != ["simulated"]:
+        raise SetupError("test --device: write `--device simulated`; without it, tests use this machine's devices")
+    from simulated_cuda import environment
+
+    rest = environment.pytest_arguments(arguments[:at] + arguments[at + 2 :], ROOT)
+    return rest, environment.simulated(environ)
+
+
 def test(arguments: list[str], here: bool) -> int:
-    """run the tests; pytest's arguments: test packages/zoptim, test -k bucket, test -n 0 -x"""
+    """run the tests; pytest's arguments: test packages/zoptim, test -k bucket; --device simulated: on a CUDA model"""
     python, environ = prepare(here)
+    arguments, environ = on_device(arguments, environ)
     # One computing thread per process: two workers and their ranks already fill the cores.
     environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()

@@ -58,6 +58,18 @@ def test_the_tests_run_with_two_workers_by_default() -> None:
     assert command[-3:] == ["packages/zoptim", "-n", "0"]
 
 
+def test_the_simulated_device_is_chosen_by_variables_and_a_plugin() -> None:
+    assert dev.on_device(["-k", "mover"], {"A": "1"}) == (["-k", "mover"], {"A": "1"})
+    arguments, environ = dev.on_device(["--device", "simulated", "tests/simulated", "-x"], {"PYTHONPATH": "mine"})
+    assert arguments == ["-p", "simulated_cuda.plugin", "tests/simulated", "-x"]
+    assert environ["PYTHONPATH"].startswith(str(DEV.parent / "simulated_cuda" / "site") + os.pathsep)
+    assert environ["PYTHONPATH"].endswith(os.pathsep + "mine")
+    chosen, _ = dev.on_device(["--device", "simulated"], {})
+    assert "tests/simulated" in chosen, "without a path, the selection"
+    with pytest.raises(SetupError, match="--device simulated"):
+        dev.on_device(["--device", "gpu"], {})
+
+
 def test_training_goes_to_the_launcher_of_the_main_job() -> None:
     command = dev.train_command("python", ["--steps", "20"])
     assert command == ["python", "tools/train/launch.py", "--steps", "20"]

@@ -99,12 +99,13 @@ def _run_case(case: Case) -> Outcome:
         model.double()
     with _offloading(case.row.offload):
         engine, *_ = zengine.initialize(model=model, config=_config(case, scenario))
-    partition = engine.parts.partition
+    partition, device = engine.parts.partition, engine.parts.world.device
     planned = zpartition.plan(
         model if not partition.unsharder.units else scenario.cast(scenario.model(), case.dtype),
         policy=engine.plan.zero,
         world_size=zcomm.group_size(),
         num_backwards=case.accumulation * scenario.num_losses,
+        device=device.type,
         optimizer=lambda params: zoptim.make_optimizer(
             scenario.optimizer["type"], params, scenario.optimizer["params"]
         ),
@@ -115,11 +116,11 @@ def _run_case(case: Case) -> Outcome:
         scenario.before(engine, step)
         log.clear()
         with zcomm.traced(log):
-            losses.append(_step(engine, scenario, data[:, zcomm.group_rank()], step))
+            losses.append(_step(engine, scenario, data[:, zcomm.group_rank()].to(device), step))
     ledger, peak = partition.ledger(), partition.unsharder.peak_numel * case.dtype.itemsize
     sizes = [(b.index, b.numel * b.dtype.itemsize, b.unit or "") for b in partition.layout.buckets]
     with torch.no_grad():
-        losses.append(engine(last_batch()).item())
+        losses.append(engine(last_batch().to(device)).item())
     outcome = Outcome(
         losses=tuple(losses),
         weights=_digest(engine),
@@ -194,7 +195,7 @@ def _digest(engine: nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in engine.state_dict().items():
         found.update(name.encode())
-        found.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -17,6 +17,12 @@ extern shim_index threadIdx, blockIdx; /* of the running fiber */
 void __syncthreads(void);
 uint32_t __shfl_xor_sync(uint32_t mask, uint32_t value, int distance);
 
+/* If set, it is told of the kernels' loads and stores: tools/simulated_cuda checks their order with it. */
+extern void (*shim_touch)(uint64_t address, int bytes, int writes);
+static inline void shim_tell(uint64_t address, int bytes, int writes) {
+  if (shim_touch != 0) shim_touch(address, bytes, writes);
+}
+
 /* Runs `body(args)` as every thread of every block.  Returns 0, or 1 if threads wait for others that have ended. */
 int shim_run(void (*body)(const void *), int64_t num_blocks, const void *args);
 
@@ -33,22 +39,26 @@ int shim_run(void (*body)(const void *), int64_t num_blocks, const void *args);
 
 /* The sanitizer checks the alignment of these. */
 static inline __attribute__((unused)) void zk_load16(uint64_t from, uint32_t *x) {
+  shim_tell(from, 16, 0);
   shim_16 y = *(const shim_16 *)from;
   for (int k = 0; k < 4; k++) x[k] = y.x[k];
 }
 static inline __attribute__((unused)) void zk_load8(uint64_t from, uint32_t *x) {
+  shim_tell(from, 8, 0);
   shim_8 y = *(const shim_8 *)from;
   for (int k = 0; k < 2; k++) x[k] = y.x[k];
 }
-static inline __attribute__((unused)) void zk_load4(uint64_t from, uint32_t *x) { *x = *(const uint32_t *)from; }
+static inline __attribute__((unused)) void zk_load4(uint64_t from, uint32_t *x) { shim_tell(from, 4, 0); *x = *(const uint32_t *)from; }
 static inline __attribute__((unused)) void zk_store16(uint64_t to, const uint32_t *x) {
+  shim_tell(to, 16, 1);
   shim_16 y = {{x[0], x[1], x[2], x[3]}};
   *(shim_16 *)to = y;
 }
 static inline __attribute__((unused)) void zk_store8(uint64_t to, const uint32_t *x) {
+  shim_tell(to, 8, 1);
   shim_8 y = {{x[0], x[1]}};
   *(shim_8 *)to = y;
 }
-static inline __attribute__((unused)) void zk_store4(uint64_t to, const uint32_t *x) { *(uint32_t *)to = *x; }
+static inline __attribute__((unused)) void zk_store4(uint64_t to, const uint32_t *x) { shim_tell(to, 4, 1); *(uint32_t *)to = *x; }
 
 #endif

@@ -10,6 +10,7 @@
 enum state { READY, AT_BARRIER, IN_SHUFFLE, DONE };
 
 shim_index threadIdx, blockIdx;
+void (*shim_touch)(uint64_t address, int bytes, int writes);
 
 static ucontext_t scheduler, fibre[THREADS];
 static enum state state[THREADS];

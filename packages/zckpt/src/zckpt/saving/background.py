@@ -115,7 +115,6 @@ class SaveHandle:
             for live in restore.shards:
                 live.tensor.copy_(kept[live.name].tensor)
         restore.commit()
-        _synchronize([copy.tensor for copy in (*self.live, *restore.shards)])
 
     def checkpoint(self, peers: Peers = ALONE) -> MemoryCheckpoint:
         """The copy as a checkpoint, readable by the ranks that saved it, even before it is on disk.
@@ -343,6 +342,6 @@ def _allocate(nbytes: int, pinned: bool) -> Tensor:
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:
-    """Wait for the copies from and to the devices of these tensors."""
+    """Wait for the copies from the devices of these tensors."""
     for device in {each.device for each in tensors if each.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

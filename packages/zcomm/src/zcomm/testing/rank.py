@@ -36,6 +36,7 @@ from zcomm.testing.reference import FunctionRef, resolve
 # requests the Python stack; unlikely to be used by tests
 DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2))
 READY = b"ready"  # rank -> parent: connected to the others, about to call the function
+BACKEND_VARIABLE = "ZCOMM_TESTING_BACKEND"  # of the ranks' default group, such as "cpu:gloo,cuda:nccl"
 GO, FINISHED = b"go", b"finished"  # parent -> rank: all are ready; all have returned
 
 
@@ -147,7 +148,7 @@ def _prepare(job: Job) -> None:
 def _join(job: Job) -> None:
     """Make the default process group of this job."""
     dist.init_process_group(
-        "gloo",
+        job.environ.get(BACKEND_VARIABLE, "gloo"),
         store=compat.FileStore(job.store_path, job.world_size),
         rank=job.rank,
         world_size=job.world_size,

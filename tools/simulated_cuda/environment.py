@@ -1,0 +1,58 @@
+"""The variables that put a process and its children on the simulated device, and the tests that run there.
+
+Standard library only: `tools/dev.py` imports it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["FIXED", "SELECTION", "SITE", "pytest_arguments", "simulated"]
+
+SITE = Path(__file__).resolve().parent / "site"
+
+# A few of each kind: continuous integration runs these.
+FIXED = (
+    "tests/simulated",
+    "packages/zpartition/tests/memory/test_mover.py",
+    "packages/zpartition/tests/activations",
+    "packages/zoptim/tests/backends/gpu/test_launch_device.py",
+    "packages/zprecision/tests/test_float8.py",
+)
+# What `tools/dev.py test --device simulated` runs if no path is given.
+SELECTION = (
+    *FIXED,
+    "tests/contract/test_table.py::test_every_row_keeps_the_contract[1-float32]",
+    "packages/zpartition/tests/memory",
+    "packages/zpartition/tests/offload",
+    "packages/zpartition/tests/disk",
+    "packages/zpartition/tests/tensor",
+    "packages/zpartition/tests/experts",
+    "packages/zpartition/tests/estimate",
+    "packages/zprecision",
+    "packages/zckpt/tests/saving",
+    "packages/zckpt/tests/loading",
+    "packages/zckpt/tests/sources",
+    "packages/zckpt/tests/storage",
+    "packages/zcomm/tests/collectives",
+    "packages/zengine/tests/data",
+    "packages/zengine/tests/telemetry",
+)
+
+
+def simulated(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process on the simulated device."""
+    paths = [str(SITE), str(SITE.parent.parent), *filter(None, [environ.get("PYTHONPATH")])]
+    return {
+        **environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "ZCOMM_TESTING_BACKEND": "cpu:gloo,cuda:nccl",
+    }
+
+
+def pytest_arguments(arguments: list[str], root: Path) -> list[str]:
+    """Return pytest's arguments on the device: with its plugin, and with the selection if no path is given."""
+    has_path = any((root / each.partition("::")[0]).exists() for each in arguments if not each.startswith("-"))
+    return ["-p", "simulated_cuda.plugin", *arguments, *(() if has_path else SELECTION)]
