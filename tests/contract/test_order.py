@@ -37,13 +37,12 @@ KNOWN: dict[str, set[Place]] = {
     "hybrid": {("order", REDUCE, GATHER)},
     "1, tensor": {("circle", REDUCE, TENSOR)},
     "3, sequence and expert": {
-        *(("order", REDUCE, GATHER), ("order", REDUCE, HEADS), ("order", HEADS, GATHER)),
-        *(("order", TOKENS, REDUCE), ("order", TOKENS, GATHER)),
+        *(("order", REDUCE, GATHER), ("order", REDUCE, HEADS), ("order", TOKENS, REDUCE)),
     },
-    "3, tensor and expert": {("order", REDUCE, GATHER), ("order", TOKENS, GATHER)},
+    "3, tensor and expert": {("order", REDUCE, GATHER)},
     "2, pipeline and sequence": {("order", REDUCE, HEADS), ("order", SEND, SEND)},
     "3, pipeline and expert": {
-        *(("order", REDUCE, GATHER), ("order", TOKENS, REDUCE), ("order", TOKENS, GATHER), ("order", SEND, SEND)),
+        *(("order", REDUCE, GATHER), ("order", TOKENS, REDUCE), ("order", SEND, SEND)),
     },
 }
 

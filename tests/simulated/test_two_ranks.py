@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zcomm.testing import run_ranks
+from zpartition.layout.link import measure_link
 
 CONTRACT = str(Path(__file__).parents[1] / "contract")
 WORLD_SIZE = 2
@@ -30,3 +31,12 @@ def test_every_row_trains_alike_on_two_ranks(monkeypatch: pytest.MonkeyPatch) ->
         assert one.weights == other.weights, case
         if case.row.same_bits:
             assert one.weights == first[0].weights, case
+
+
+def measure_on_device() -> float:
+    return measure_link(None, torch.device("cuda", torch.cuda.current_device())).bytes_per_s
+
+
+def test_ranks_agree_on_a_link_that_they_measure_on_the_device() -> None:
+    first, second = run_ranks(measure_on_device, WORLD_SIZE)
+    assert first == second > 0

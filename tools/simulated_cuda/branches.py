@@ -128,11 +128,12 @@ class _Finder(ast.NodeTransformer):
 
 
 def main(taken_file: str) -> None:
-    """Write the list: the first test of each site, by what was recorded."""
+    """Write the list: the first test of each site, by what was recorded; else the one that is listed already."""
     taken: dict[str, str] = {}
     for line in sorted(Path(taken_file).read_text().splitlines()):
         site, _, test = line.partition(" -> ")
         taken.setdefault(site, test)
+    taken = read_list() | taken
     lines = ["# Made by simulated_cuda.branches: branches on the device's type, and a test that takes each on cuda."]
     lines += [f"{site} -> {taken.get(str(site), NOT_TAKEN)}" for site in find_sites()]
     LIST.write_text("\n".join(lines) + "\n")

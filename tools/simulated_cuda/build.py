@@ -14,10 +14,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from simulated_cuda.environment import CACHE
+
 __all__ = ["BuildError", "build", "reason_without_build", "torch_folder"]
 
 HERE = Path(__file__).resolve().parent
-CACHE = HERE.parent.parent / ".cache" / "simulated_cuda"
 # What each library is made of.  The second needs libtorch_python, which is loaded with torch.
 PARTS = {"device": ("machine.cpp", "device.cpp", "operators.cpp"), "collectives": ("collectives.cpp",)}
 FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-DNDEBUG", "-w")

@@ -51,10 +51,10 @@ def install_in_stats(stats: ModuleType) -> None:
     plain = stats._squares_at
 
     @functools.wraps(plain)
-    def squares_at(library: Any, kind: int, rows: Any, view: Any, numel: Any) -> float:
-        for row, count in enumerate(numel):
-            host_access(int(rows[row]), count * sizes[kind], False, "the C kernel of squares")
-        result: float = plain(library, kind, rows, view, numel)
+    def squares_at(library: Any, kind: int, rows: Any, numel: Any, length: int) -> float:
+        for row in range(length):
+            host_access(int(rows[row]), numel[row] * sizes[kind], False, "the C kernel of squares")
+        result: float = plain(library, kind, rows, numel, length)
         return result
 
     stats._squares_at = squares_at  # type: ignore[attr-defined]

@@ -9,9 +9,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["FIXED", "SELECTION", "SITE", "pytest_arguments", "simulated"]
+__all__ = ["CACHE", "FIXED", "SELECTION", "SITE", "pytest_arguments", "simulated"]
 
 SITE = Path(__file__).resolve().parent / "site"
+CACHE = SITE.parent.parent.parent / ".cache" / "simulated_cuda"
 
 # A few of each kind: continuous integration runs these.
 FIXED = (
@@ -49,6 +50,7 @@ def simulated(environ: Mapping[str, str]) -> dict[str, str]:
         **environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "ZCOMM_TESTING_BACKEND": "cpu:gloo,cuda:nccl",
+        "ZOPTIM_CACHE": str(CACHE / "zoptim"),  # "binaries" of this device are paths of shared objects
     }
 
 
