@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from simulated_cuda.build import CACHE
+from simulated_cuda.environment import CACHE
 from simulated_cuda.library import library
 
 __all__ = ["cuda"]
