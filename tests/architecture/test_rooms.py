@@ -47,6 +47,7 @@ ORDER = {
             "loading",
             "testing",
             "saving",
+            "containers",
             "interchange",
         ),
         *("cli", "__main__"),

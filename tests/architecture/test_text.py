@@ -19,7 +19,7 @@ HOMES = re.compile(r"(?<![\w.~-])/(?:home|root|Users)/(?!\.\.\.)\w")
 # Folders that may be named although a checkout can be in them.
 COMMON = {"/", "/tmp", "/var/tmp", "/usr", "/usr/local", "/opt", "/srv", "/home", "/root", "/mnt", "/data"}
 PIP_SETTINGS = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT")
-BINARY = (".png", ".safetensors", ".bin", ".pt")
+BINARY = (".png", ".safetensors", ".bin", ".pt", ".gguf")
 FOREIGN = {"latest", "latest_universal"}  # of checkpoint fixtures written by DeepSpeed
 FILES = [
     path for path in repo.files() if path.suffix not in BINARY and path.name not in FOREIGN and not path.is_symlink()

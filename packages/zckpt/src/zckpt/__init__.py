@@ -6,7 +6,8 @@ it.  It becomes visible by one rename after all data is durable: a crash leaves 
 one.  Every byte has a checksum, and loading executes no code.
 
 Folders, low first: format (pure values; FORMAT.md specifies the bytes), ranks (peers and votes), storage (local disk
-and object stores), sources (modules, optimizers, random state), loading, saving, interchange (other formats), cli.
+and object stores), sources (modules, optimizers, random state), loading, saving, containers (file formats of
+others), interchange (their checkpoints), cli.
 Saving: save.py is the outline, plan.py assigns shards to files, commit.py describes the commit protocol.
 Loading: select.py selects a checkpoint, plan_reads.py checks it against the request, run_reads.py and copy.py fill
 the tensors.
@@ -19,6 +20,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zckpt.containers.gguf import GGUFFile, read_gguf
     from zckpt.errors import (
         CheckpointCorrupt,
         CheckpointError,
@@ -71,6 +73,7 @@ __all__ = [
     "CheckpointStateError",
     "CheckpointWarning",
     "CheckpointWriteError",
+    "GGUFFile",
     "LoadReport",
     "Loaded",
     "LocalStorage",
@@ -96,6 +99,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "prune",
+    "read_gguf",
     "remote",
     "rng",
     "save",
@@ -106,6 +110,7 @@ __all__ = [
 
 # Module -> public names in it.  They are imported on first use, so that `import zckpt` does not import torch.
 _EXPORTS = {
+    "containers.gguf": "GGUFFile read_gguf",
     "gc_pause": "collector_paused",
     "errors": "CheckpointCorrupt CheckpointError CheckpointExists CheckpointInputError CheckpointMismatch "
     "CheckpointNotFound CheckpointReadError CheckpointStateError CheckpointWarning CheckpointWriteError",

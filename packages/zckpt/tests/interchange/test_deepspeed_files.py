@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
+from zckpt.containers.zipmap import ZipMap
 from zckpt.interchange.deepspeed_files import VerifyShare, open_files
 from zckpt.interchange.deepspeed_listing import choose_folder
-from zckpt.interchange.zipmap import ZipMap
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
+from zckpt.containers.unpickler import Record
 from zckpt.interchange.deepspeed_files import DeepSpeedFiles, TensorParallelRank
 from zckpt.interchange.deepspeed_run import ClassNames, run_objects
-from zckpt.interchange.unpickler import Record
 
 INFERRED = ClassNames()
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [0], "foreach": None}

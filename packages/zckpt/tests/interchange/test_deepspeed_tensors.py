@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from zckpt import CheckpointInputError, CheckpointMismatch
+from zckpt.containers.torch_file import open_torch_file
 from zckpt.interchange.deepspeed_files import TensorParallelRank, open_files
 from zckpt.interchange.deepspeed_tensors import MASTER, ShardingRules, StatePart, place_shards, state_parts
-from zckpt.interchange.torch_file import open_torch_file
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 CASES = sorted(path.name for path in FIXTURES.glob("zero*"))

@@ -3,8 +3,8 @@ import math
 
 import torch
 
+from zckpt.containers.unpickler import Record
 from zckpt.interchange.engine_state import engine_objects, tied_weights, to_json
-from zckpt.interchange.unpickler import Record
 
 
 def test_values_that_json_has_are_themselves() -> None:

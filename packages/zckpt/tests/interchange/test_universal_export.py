@@ -10,11 +10,11 @@ import torch
 
 import zckpt
 from zckpt import CheckpointExists, CheckpointInputError
+from zckpt.containers.torch_file import open_torch_file
+from zckpt.containers.torch_write import write_torch_file
+from zckpt.containers.unpickler import Record
 from zckpt.interchange import ForeignCheckpoint, export_universal, import_deepspeed, read_deepspeed
 from zckpt.interchange.engine_state import engine_objects, from_json, to_json
-from zckpt.interchange.torch_file import open_torch_file
-from zckpt.interchange.torch_write import write_torch_file
-from zckpt.interchange.unpickler import Record
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 CASES = ("zero0_fp32", "zero2_fp16", "zero3_bf16", "pipe_zero1_fp32", "moe_zero2_bf16", "universal_zero3_fp32")

@@ -13,7 +13,7 @@ from torch import nn
 import zckpt
 import zcomm
 import zengine
-from zckpt.interchange.zipmap import ZipMap
+from zckpt.containers.zipmap import ZipMap
 from zcomm.testing import run_ranks
 from zengine.checkpoint.consensus import GroupPeers, common_tag, errors_at, find, found_source, on_every_rank
 

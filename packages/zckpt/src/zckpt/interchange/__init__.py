@@ -4,8 +4,8 @@
     zckpt.interchange.export_huggingface(zckpt.find("runs/new"), "weights", dtype=torch.bfloat16)
     zckpt.interchange.export_universal(zckpt.find("runs/new"), "runs/back/step30_universal")     # for DeepSpeed
 
-Nothing here unpickles.  A restricted interpreter reads `.pt` files into plain data and tensors (unpickler.py,
-torch_file.py), and files are mapped instead of loaded (zipmap.py).  Exports are safetensors and JSON, torch's own
+Nothing here unpickles.  A restricted interpreter reads `.pt` files into plain data and tensors (zckpt.containers),
+and files are mapped instead of loaded.  Exports are safetensors and JSON, torch's own
 distributed format, or for DeepSpeed torch's files, written without pickling.  Foreign files are local paths; a zckpt
 root is anything that `zckpt.save` accepts.
 """
@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zckpt.containers.torch_file import read_torch_file
+from zckpt.containers.torch_write import write_torch_file
 from zckpt.errors import CheckpointInputError
 from zckpt.interchange.dcp import export_dcp, import_dcp
 from zckpt.interchange.deepspeed import (
@@ -29,8 +31,6 @@ from zckpt.interchange.engine_state import tied_weights
 from zckpt.interchange.huggingface import export_huggingface
 from zckpt.interchange.opened import ForeignCheckpoint
 from zckpt.interchange.patchwork import Patchwork
-from zckpt.interchange.torch_file import read_torch_file
-from zckpt.interchange.torch_write import write_torch_file
 from zckpt.interchange.universal_export import export_universal
 from zckpt.interchange.weights import Weights, import_weights, read_weights
 

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
+from zckpt.containers.unpickler import Constructor, DataUnpickler, Record
 from zckpt.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -46,7 +47,6 @@ from zckpt.format import canonical
 from zckpt.format.canonical import JSON
 from zckpt.format.regions import Box, Region, Span, box_numel, region_problem, tiling_problem, whole_box
 from zckpt.interchange.engine_state import MODEL, NO_RANK_STATE, engine_objects, tied_weights
-from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
 from zckpt.loading.checkpoint import Checkpoint
 from zckpt.saving.save import save
 from zckpt.storage.storage import LOCAL, read_all

@@ -17,11 +17,11 @@ from typing import Any, final
 import attrs
 from torch import Tensor
 
+from zckpt.containers.torch_file import TorchFile, open_torch_file
+from zckpt.containers.unpickler import Record
 from zckpt.errors import CheckpointCorrupt
 from zckpt.interchange.deepspeed_flat import Shapes
 from zckpt.interchange.deepspeed_listing import UNIVERSAL, Listing, list_files
-from zckpt.interchange.torch_file import TorchFile, open_torch_file
-from zckpt.interchange.unpickler import Record
 
 _STATE = "optimizer_state_dict"
 EXPERTS = "deepspeed_experts."  # in the name of each parameter of an expert, before its number

@@ -8,11 +8,11 @@ from typing import Any
 
 import attrs
 
+from zckpt.containers.unpickler import Record
 from zckpt.format.canonical import JSON
 from zckpt.interchange.deepspeed_files import DeepSpeedFiles
 from zckpt.interchange.deepspeed_tensors import STEP, aliases
 from zckpt.interchange.engine_state import TIED, engine_objects, to_json
-from zckpt.interchange.unpickler import Record
 
 OPTIONS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"),

@@ -20,13 +20,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from zckpt.containers.torch_write import write_torch_file
+from zckpt.containers.unpickler import Record
 from zckpt.errors import CheckpointExists, CheckpointInputError, CheckpointWriteError, os_error_text
 from zckpt.format.canonical import JSON
 from zckpt.interchange import deepspeed_experts, deepspeed_pipeline
 from zckpt.interchange.deepspeed_run import ENGINE_KEYS, OPTIONS
 from zckpt.interchange.engine_state import MODEL, OPTIMIZER, TIED, from_json
-from zckpt.interchange.torch_write import write_torch_file
-from zckpt.interchange.unpickler import Record
 
 LAYOUT = "0.19.8"  # the release of DeepSpeed whose layout is written
 _LATEST = "latest_universal"

@@ -22,12 +22,12 @@ import attrs
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zckpt.containers.torch_file import open_torch_file
 from zckpt.errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound, CheckpointReadError
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
 from zckpt.format.shard import Shard, whole
 from zckpt.interchange.engine_state import MODEL, NO_RANK_STATE, TIED, engine_objects
-from zckpt.interchange.torch_file import open_torch_file
 from zckpt.saving.save import save
 from zckpt.storage.storage import LOCAL, read_all
 

@@ -20,9 +20,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from zckpt.containers.unpickler import MAX_NBYTES, Constructor, DataUnpickler, Record, plain_key
+from zckpt.containers.zipmap import ZipMap
 from zckpt.errors import CheckpointCorrupt
-from zckpt.interchange.unpickler import MAX_NBYTES, Constructor, DataUnpickler, Record, plain_key
-from zckpt.interchange.zipmap import ZipMap
 
 _PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt, CheckpointReadError
-from zckpt.interchange.torch_file import open_torch_file, read_torch_file
+from zckpt.containers.torch_file import open_torch_file, read_torch_file
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt, CheckpointReadError
-from zckpt.interchange.zipmap import ZipMap
+from zckpt.containers.zipmap import ZipMap
 
 
 def archive(path: Path, members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zckpt.interchange.unpickler import Record
+from zckpt.containers.unpickler import Record
 
 _ALIGNMENT = 64  # of the values, for mmap
 _STORAGES = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt
-from zckpt.interchange.torch_file import find_global
-from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
+from zckpt.containers.torch_file import find_global
+from zckpt.containers.unpickler import Constructor, DataUnpickler, Record
 
 STORAGE = torch.arange(12.0)
 

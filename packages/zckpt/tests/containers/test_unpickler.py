@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from zckpt import CheckpointCorrupt
-from zckpt.interchange.torch_file import find_global
-from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
+from zckpt.containers.torch_file import find_global
+from zckpt.containers.unpickler import Constructor, DataUnpickler, Record
 
 
 def read(program: bytes) -> object:

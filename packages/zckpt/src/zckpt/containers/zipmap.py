@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import mmap
-import os
-import stat
 import struct
 import zipfile
 import zlib
@@ -26,14 +24,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from zckpt.errors import CheckpointCorrupt, CheckpointReadError
+from zckpt.containers.mapping import UNMAPPED, map_file
+from zckpt.errors import CheckpointCorrupt
 from zckpt.storage.thread_pool import run_jobs
 
 _MAX_MEMBERS = 4_000_000
 _LOCAL_HEADER = struct.Struct("<4s5HLLL2H")  # signature, ..., length of the name, length of the extra field
 _CHUNK_NBYTES = 1 << 24  # read at once by a checksum pass
 _THREADS = 4  # of a checksum pass
-_NOTHING = mmap.mmap(-1, 1)
 
 
 @attrs.frozen
@@ -59,19 +57,7 @@ class ZipMap:
     @classmethod
     def open(cls, path: Path) -> ZipMap:
         """Map a file.  Raises CheckpointReadError, and CheckpointCorrupt if torch.save did not write it."""
-        fd = -1
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise CheckpointReadError(f"{path} is not a plain file", path=str(path))
-            if not os.fstat(fd).st_size:
-                raise CheckpointCorrupt(f"{path} is empty", path=str(path))
-            mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        mapping = map_file(path)
         return cls(path, _members(path, mapping), mapping)
 
     def data(self, name: str, limit_nbytes: int) -> bytes:
@@ -119,7 +105,7 @@ class ZipMap:
 
     def close(self) -> None:
         """Release the mapping; it is unmapped with the last tensor, as closing it would invalidate their memory."""
-        self.members, self.copies, self.mapping = {}, {}, _NOTHING
+        self.members, self.copies, self.mapping = {}, {}, UNMAPPED
 
     def __enter__(self) -> ZipMap:
         return self
