@@ -122,8 +122,8 @@ class Checkpoint(Described):
         report, problems = merge_plans(answers, self.manifest, reading.ignore)
         check_problems(problems, strict=reading.on_mismatch == "raise", where=f"checkpoint {self.path}")
         items = plans[0].items
-        once = reading.verify != "first" and is_disjoint(answers, self.manifest)
-        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, once=once)
+        is_alone = is_disjoint(answers, self.manifest)
+        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, is_alone=is_alone)
         if reading.verify == "first":
             vote.run("verifying", lambda: runner.verify(items))
 

@@ -127,6 +127,11 @@ class SaveHandle:
         shards, objects, mine = self.job.shards, dict(self.job.objects), dict(self.job.rank_objects)
         return MemoryCheckpoint.of(shards, objects, mine, tag=request.tag, step=request.step, peers=peers)
 
+    def release(self) -> None:
+        """Drop the copy, whose memory a later save reuses or frees."""
+        self.holds_copy = False
+        self.job = attrs.evolve(self.job, shards=())
+
     def _overwritten_error(self) -> CheckpointInputError:
         return CheckpointInputError(
             f"the copy of {self.job.request.tag!r} is gone: a later save reused its memory. Restore the later save."
@@ -189,7 +194,7 @@ class AsyncSaver:
         request = SaveRequest.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
         job = SaveJob.of(root, request, SaveContent(shards, tensors, objects, rank_objects), keep, storage)
         if self.newest is not None:
-            self.newest.holds_copy = False
+            self.newest.release()
         handle = SaveHandle(job, job.shards[: job.num_given])
         self._copy(handle)
         may_run = threading.Event()  # set last, so that the thread does not delay the return
@@ -219,8 +224,7 @@ class AsyncSaver:
             self.wait()
         finally:
             if self.newest is not None:
-                self.newest.holds_copy = False
-                self.newest.job = attrs.evolve(self.newest.job, shards=())
+                self.newest.release()
             self.memory = HostMemory()
 
     def __enter__(self) -> AsyncSaver:
@@ -316,6 +320,7 @@ class HostMemory:
         sizes = [-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes, _ in kinds]
         self.kinds, self.rooms = [], []
         if len(self.data) < sum(sizes):
+            self.data = torch.empty(0, dtype=torch.uint8)  # frees the smaller buffer first
             self.data = _allocate(sum(sizes), pinned=any(each.is_cuda for each in tensors))
         starts = itertools.accumulate(sizes, initial=0)
         rooms = [self.data[at : at + nbytes].view(dtype) for at, (nbytes, dtype) in zip(starts, kinds)]
