@@ -38,7 +38,7 @@ import numpy as np
 
 from zckpt.storage.local_files import PlainReader, huge_pages, path_in_errors
 
-WINDOW_NBYTES = 8 << 20  # of a direct read: a multiple of any file system's block
+WINDOW_NBYTES = 4 << 20  # of a direct read: a multiple of any file system's block
 _CHEAP_S_PER_BYTE = 0.12e-9  # processor time for a byte of a cheap page
 _READERS = 8  # threads of a host that share the disk, about
 _AHEAD_NBYTES = 32 << 20  # the kernel has read ahead at most so far
