@@ -127,11 +127,6 @@ class SaveHandle:
         shards, objects, mine = self.job.shards, dict(self.job.objects), dict(self.job.rank_objects)
         return MemoryCheckpoint.of(shards, objects, mine, tag=request.tag, step=request.step, peers=peers)
 
-    def release(self) -> None:
-        """Drop the copy, whose memory a later save reuses or frees."""
-        self.holds_copy = False
-        self.job = attrs.evolve(self.job, shards=())
-
     def _overwritten_error(self) -> CheckpointInputError:
         return CheckpointInputError(
             f"the copy of {self.job.request.tag!r} is gone: a later save reused its memory. Restore the later save."
@@ -194,7 +189,7 @@ class AsyncSaver:
         request = SaveRequest.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
         job = SaveJob.of(root, request, SaveContent(shards, tensors, objects, rank_objects), keep, storage)
         if self.newest is not None:
-            self.newest.release()
+            _drop_copy(self.newest)
         handle = SaveHandle(job, job.shards[: job.num_given])
         self._copy(handle)
         may_run = threading.Event()  # set last, so that the thread does not delay the return
@@ -224,7 +219,7 @@ class AsyncSaver:
             self.wait()
         finally:
             if self.newest is not None:
-                self.newest.release()
+                _drop_copy(self.newest)
             self.memory = HostMemory()
 
     def __enter__(self) -> AsyncSaver:
@@ -271,6 +266,12 @@ def save_async(
 ) -> SaveHandle:
     """Save in the background with the options of `AsyncSaver.save`; without a saver, the handle owns the memory."""
     return (saver or AsyncSaver(peers)).save(root, tag, **options)
+
+
+def _drop_copy(handle: SaveHandle) -> None:
+    """Drop the copy of a finished save, so that its memory can be reused or freed."""
+    handle.holds_copy = False
+    handle.job = attrs.evolve(handle.job, shards=())
 
 
 def _run(handle: SaveHandle, peers: Peers, may_run: threading.Event) -> None:

@@ -9,8 +9,8 @@ time is that of their pages.  Where they are cheap, the kernel reads ahead, and 
 time.  Where they are expensive, the reader uses O_DIRECT, in windows that span tensors (`Access.spans`), as neither
 tensors nor their offsets in a file are aligned; what is cached by then still comes from the cache.
 
-Bytes that are read twice (verify="first") are worth an expensive page if the disk is slow: they go past the cache
-only if another read of the disk takes less time than the pages do.
+Bytes that are read twice (verify="first") are worth an expensive page if the disk is slow: after a trial of each way,
+they go past the cache only if another read of the disk takes less time than the pages.
 
 A cached range is read with RWF_NOWAIT.  That may start reading ahead, whatever the advice: each page that the kernel
 marked starts it again, for the rest of the file.  It shows as cached bytes at the cost of fresh ones; then the next
@@ -40,7 +40,7 @@ from zckpt.storage.local_files import PlainReader, huge_pages, path_in_errors
 
 WINDOW_NBYTES = 4 << 20  # of a direct read: a multiple of any file system's block
 _CHEAP_S_PER_BYTE = 0.12e-9  # processor time for a byte of a cheap page
-_READERS = 8  # threads of a host that share the disk, about
+_READERS = 8  # threads that share the disk, about: each waits so many times longer for it than one would
 _AHEAD_NBYTES = 32 << 20  # the kernel has read ahead at most so far
 _BLOCK_NBYTES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
