@@ -321,7 +321,9 @@ class HostMemory:
         sizes = [-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes, _ in kinds]
         self.kinds, self.rooms = [], []
         if len(self.data) < sum(sizes):
-            self.data = torch.empty(0, dtype=torch.uint8)  # frees the smaller one first: pinned memory is resident at once
+            self.data = torch.empty(
+                0, dtype=torch.uint8
+            )  # frees the smaller one first: pinned memory is resident at once
             self.data = _allocate(sum(sizes), pinned=any(each.is_cuda for each in tensors))
         starts = itertools.accumulate(sizes, initial=0)
         rooms = [self.data[at : at + nbytes].view(dtype) for at, (nbytes, dtype) in zip(starts, kinds)]
