@@ -163,7 +163,7 @@ class FrugalReader:
         match self.way:
             case Way.PROBE:
                 self._continue(Way.DIRECT if self.trial.costs_more(1) else Way.CACHE)
-            case Way.CACHE if self.trial.costs_more(3):  # reading ahead has touched more pages than were read
+            case Way.CACHE if self.trial.costs_more(3 * self.access.passes):  # pages read ahead count, too
                 self.page_s_per_byte = self.trial.cpu_s / self.trial.nbytes
                 self._continue(Way.DIRECT if self.access.passes == 1 else Way.DIRECT_TRIAL)
             case Way.CACHE:
