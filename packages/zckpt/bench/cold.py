@@ -1,6 +1,6 @@
 """Which part of a cold load is the disk, the memory that the page cache takes, the checksums, and zckpt.
 
-    python packages/zckpt/bench/cold.py FOLDER [--params 62] [--rounds 7]
+    python packages/zckpt/bench/cold.py FOLDER [--params 62] [--rounds 7] [--only ROW ...]
 
 One process reads a training state of 12 bytes a parameter by four threads into memory that it has touched, unless
 said.  All rows take turns, each after the file has left the page cache, in two states of the free memory:
@@ -10,9 +10,9 @@ said.  All rows take turns, each after the file has left the page cache, in two 
     at hand     after as many bytes of anonymous memory were touched and freed
 
 Rows: `cache` reads through the page cache, `direct` with O_DIRECT, 8 MiB at a time; `+ hash` hashes each 512 KiB
-(direct: each 8 MiB) after it is read; `fresh` reads into memory that was just mapped; `twice` reads through the page
-cache, hashing into a buffer, and again into the memory, as verify="first" has to.  The others are
-zckpt.Checkpoint.read.  GB/s are medians; a load is compared with the row of the same way in the same state.
+(direct: each 8 MiB) after it is read; `fresh` reads into memory that was just mapped; `twice` reads and hashes into a
+buffer, and reads again into the memory, as verify="first" has to: through the page cache, or the disk twice.  The
+others are zckpt.Checkpoint.read.  GB/s are medians; compare a load with the row of the same way in the same state.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class RawReader:
         share = self.nbytes // READERS
         run([partial(part, share * number, share * (number + 1)) for number in range(READERS)])
 
-    def read_twice(self) -> None:
-        self.read(hashes=True, drops=True)
-        self.read()
+    def read_twice(self, *, direct: bool = False) -> None:
+        self.read(direct=direct, hashes=True, drops=True)
+        self.read(direct=direct)
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--params", type=int, default=62, help="millions of parameters; 12 MB each")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="*", help="rows; default: all")
     options = parser.parse_args()
     state = State(options.params, 0, 1)
     nbytes = state.nbytes // (READERS * PIECE) * READERS * PIECE
@@ -111,10 +112,12 @@ def main() -> None:
             "direct": partial(raw.read, direct=True),
             "direct + hash": partial(raw.read, direct=True, hashes=True),
             "cache, twice": raw.read_twice,
+            "direct, twice": partial(raw.read_twice, direct=True),
             "zckpt, verify=False": partial(load, False),
             "zckpt": partial(load, True),
             'zckpt, verify="first"': partial(load, "first"),
         }
+        rows = {row: work for row, work in rows.items() if not options.only or row in options.only}
         times: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for number in range(options.rounds + 1):  # the first round warms up
             for row, work in rows.items():

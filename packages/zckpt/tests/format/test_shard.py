@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zckpt import CheckpointInputError, Shard, whole
-from zckpt.format.shard import check_shard
+from zckpt.format.shard import check_shard, check_shard_again
 
 Other = namedtuple("Other", "name global_shape box span tensor")
 
@@ -61,3 +61,14 @@ def test_an_address_that_does_not_fit_its_tensor_is_refused(change: dict[str, ob
     }
     with pytest.raises(CheckpointInputError, match=words):
         Shard(**{**fields, **change})
+
+
+def test_a_shard_whose_tensor_changed_since_it_was_made_is_refused_again() -> None:
+    shard = whole("w", torch.zeros(2, 3))
+    check_shard_again(shard)
+    shard.tensor.resize_(5)
+    with pytest.raises(CheckpointInputError, match=r"'w'.* of 6 elements.*given shape \(5,\)"):
+        check_shard_again(shard)
+    foreign = Other("w", (4,), ((0, 5),), (0, 4), torch.zeros(4))
+    with pytest.raises(CheckpointInputError, match="'w'"):
+        check_shard_again(foreign)

@@ -9,10 +9,13 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zckpt
 from zckpt import (
@@ -84,15 +87,78 @@ def test_a_second_save_waits_and_has_the_memory_of_the_first(tmp_path: Path) -> 
     gate, live = Gate(), torch.zeros(1000)
     with AsyncSaver() as saver:
         first = saver.save(tmp_path, tensors={"w": live}, storage=gate.storage, step=1)
+        memory = first.job.shards[0].tensor.data_ptr()
         threading.Timer(0.05, gate.open.set).start()
         live.fill_(2)
         second = saver.save(tmp_path, tensors={"w": live}, step=2)
         assert first.done
         assert first.path is not None
-        assert first.job.shards[0].tensor.data_ptr() == second.job.shards[0].tensor.data_ptr()
+        assert second.job.shards[0].tensor.data_ptr() == memory
         with pytest.raises(CheckpointInputError, match="the copy of 'step-1' is gone"):
             first.restore()
     assert [find(tmp_path, f"step-{n}").tensor("w")[0].item() for n in (1, 2)] == [0, 2]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that operations write into memory, their own or another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            given = [each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)]
+            is_view = found.untyped_storage().data_ptr() in given and not func._schema.is_mutable
+            self.nbytes += 0 if is_view else found.nbytes
+        return found
+
+
+def test_a_call_copies_each_byte_once_and_does_nothing_else_with_it(tmp_path: Path) -> None:
+    gate, state = Gate(), {f"w{n}": torch.rand(50_000 + n) for n in range(8)}
+    with AsyncSaver() as saver:
+        for step in range(2):
+            with Copies() as copies:
+                handle = saver.save(tmp_path, tensors=state, storage=gate.storage, step=step)
+            assert copies.nbytes == sum(each.nbytes for each in state.values())
+            assert not handle.done, "nothing is written before the call returns"
+            gate.open.set()
+            handle.wait()
+            gate.open.clear()
+
+
+def rise(work: Callable[[], object]) -> int:
+    """How far the resident memory rises above what it is now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+    before, _ = resident()
+    work()
+    return resident()[1] - before
+
+
+def resident() -> tuple[int, int]:
+    """Bytes of resident memory: now, and at most."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmRSS"].split()[0]) << 10, int(lines["VmHWM"].split()[0]) << 10
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="cannot reset the high-water mark")
+def test_one_copy_is_held_also_when_the_state_grows(tmp_path: Path) -> None:
+    room = 40 << 20  # two writers with two buffers of 4 MiB each; huge pages
+    state = {f"w{n}": torch.ones(2 << 20) for n in range(12)}
+    nbytes = sum(each.nbytes for each in state.values())
+    with AsyncSaver() as saver:
+
+        def twice() -> None:
+            for step in range(2):
+                saver.save(tmp_path, tensors=state, step=step)
+            saver.wait()
+
+        first = rise(twice)
+        assert nbytes < first < nbytes + room
+        state["more"] = torch.ones(5 << 20)  # the buffer is too small now
+        grown = rise(lambda: saver.save(tmp_path, tensors=state, step=2).wait())
+        assert grown < 20 * (1 << 20) + room
 
 
 def test_a_second_save_is_refused_if_that_is_asked_for(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Region:
     """A part of a global tensor.  Invariant (see `region_problem`): lo <= hi per dim, 0 <= start <= stop <= box."""
 

@@ -129,6 +129,13 @@ def check_shard(shard: ShardLike) -> None:
     dtype_name(shard.tensor.dtype)
 
 
+def check_shard_again(shard: ShardLike) -> None:
+    """Raises like check_shard; of a `Shard`, which was checked when it was made, only its tensor may have changed."""
+    tensor, (start, stop) = shard.tensor, shard.span
+    if type(shard) is not Shard or tensor.dim() != 1 or tensor.numel() != stop - start or not tensor.is_contiguous():
+        check_shard(shard)
+
+
 def _address_problem(shard: ShardLike) -> str:
     try:
         return address_of(shard).problem

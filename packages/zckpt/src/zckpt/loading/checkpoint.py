@@ -94,8 +94,9 @@ class Checkpoint(Described):
 
         strict: raise if a wanted name is missing, or if the checkpoint holds a name that no rank wants.
         verify: True compares each chunk with its checksum as it is read.  "first" verifies all bytes in a pass of its
-            own before it modifies a tensor; the second read comes from the page cache if the data fits there.  False
-            verifies nothing.  A Checkpoint verifies each chunk once.
+            own before it modifies a tensor; the second read comes from the page cache, or from the disk again if the
+            data does not fit there or filling it takes longer.  False verifies nothing.  A Checkpoint verifies each
+            chunk once.
         cast: convert between floating dtypes; otherwise dtypes must be equal.
         ignore: name prefixes that never count as extra.
         readers: threads of this rank.
@@ -122,8 +123,8 @@ class Checkpoint(Described):
         report, problems = merge_plans(answers, self.manifest, reading.ignore)
         check_problems(problems, strict=reading.on_mismatch == "raise", where=f"checkpoint {self.path}")
         items = plans[0].items
-        once = reading.verify != "first" and is_disjoint(answers, self.manifest)
-        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, once=once)
+        is_alone = is_disjoint(answers, self.manifest)
+        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, is_alone=is_alone)
         if reading.verify == "first":
             vote.run("verifying", lambda: runner.verify(items))
 

@@ -9,10 +9,9 @@ of equal bytes, with a file descriptor of its own.  The elements of other boxes 
 gathered run by run (copy.py), in jobs that are made on demand, as there may be millions of runs.  `fill` copies the
 bytes into the live tensors, `verify` only compares their checksums.
 
-Reads go through the page cache: `verify="first"` reads the disk once, and ranks of a host share their reads.  Bytes
-that nobody reads twice bypass it where fresh pages are expensive (storage/local_files.py).  Rejected: O_DIRECT
-always, which is half as fast where the kernel has large folios, and leaves nothing for a second load; mapped files,
-where a disk error is a signal.
+Ranks of a host that read the same bytes share them through the page cache.  Where each rank reads its own, it tells
+the storage how often, and what of a stream has no gaps: where fresh pages of the cache are expensive, it is bypassed,
+in reads that span tensors (storage/frugal_reader.py).
 """
 
 from __future__ import annotations
@@ -34,12 +33,14 @@ from zckpt.loading.copy import PieceSource, Scratch, fill, verify_runs
 from zckpt.loading.plan_reads import ReadItem
 from zckpt.loading.small import Batch, find_batches
 from zckpt.loading.verify import Verifier
+from zckpt.storage.frugal_reader import Access
 from zckpt.storage.safetensors_file import byte_view
 from zckpt.storage.storage import Reader, Storage
 from zckpt.storage.thread_pool import run_jobs
 
 _JOB_NBYTES = 32 << 20
 _RUN_NBYTES = 512  # a run of few elements takes as long as one of so many bytes
+_GAP_NBYTES = 4 << 10  # largest gap in a span: a direct read is of whole blocks
 _THREAD_NBYTES = 8 << 20  # minimum bytes per thread
 
 _Work: TypeAlias = "Callable[[Reader], int]"  # reads some of a file; returns the bytes
@@ -72,7 +73,7 @@ class ReadRunner:
     verifier: Verifier
     num_threads: int
     scratch: Scratch = attrs.field(factory=Scratch)
-    once: bool = False  # each byte is read once, by this process only
+    is_alone: bool = False  # no other process reads these bytes
 
     def fill(self, items: Sequence[ReadItem], verify: bool) -> int:
         """Fill the tensors of the items; return the bytes read.  Raises CheckpointCorrupt at the first bad chunk."""
@@ -87,7 +88,7 @@ class ReadRunner:
         num_threads = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES)
         for file in sorted({piece.file for item in items for piece in item.pieces}) if work is not _Pass.FILL else ():
             if file not in self.verifier.headers:
-                with self.storage.open(self.folder / file) as reader:
+                with self.storage.open(self.folder / file, access=self._access(work)) as reader:
                     self.verifier.check_header(reader, file)
         batches, others = find_batches(items)
         as_stored, scattered = _split_by_box(others)
@@ -95,16 +96,22 @@ class ReadRunner:
         for file, stretch in chain(self._small(batches, work), self._large(as_stored, work)):
             stretches.setdefault(file, []).append(stretch)
         streams = (
-            partial(self._read, file, [each.work for each in stream])
+            partial(self._read, file, [each.work for each in stream], self._access(work, stream))
             for file, found in sorted(stretches.items())
             for stream in _streams(found, -(-nbytes // num_threads))
         )
-        gathers = (partial(self._read, file, runs) for file, runs in self._gather(scattered, work))
+        access = self._access(work)
+        gathers = (partial(self._read, file, runs, access) for file, runs in self._gather(scattered, work))
         return sum(run_jobs(chain(streams, gathers), num_threads))
 
-    def _read(self, file: str, work: Sequence[_Work]) -> int:
-        with self.storage.open(self.folder / file, once=self.once) as reader:
+    def _read(self, file: str, work: Sequence[_Work], access: Access) -> int:
+        with self.storage.open(self.folder / file, access=access) as reader:
             return sum(each(reader) for each in work)
+
+    def _access(self, work: _Pass, stream: Sequence[_Stretch] = ()) -> Access:
+        """How `_read` will read: bytes that are only verified are read again, to copy them."""
+        passes = 0 if not self.is_alone else 2 if work is _Pass.VERIFY else 1
+        return Access(passes, _spans(stream) if passes else ())
 
     def _small(self, batches: Sequence[Batch], work: _Pass) -> Iterator[tuple[str, _Stretch]]:
         for batch in batches:
@@ -184,6 +191,15 @@ def _streams(stretches: list[_Stretch], limit: int) -> Iterator[list[_Stretch]]:
             stream, nbytes = [], 0
     if stream:
         yield stream
+
+
+def _spans(stream: Sequence[_Stretch]) -> tuple[tuple[int, int], ...]:
+    """The bytes of the stretches, which are in order, joined over small gaps."""
+    spans: list[tuple[int, int]] = []
+    for each in stream:
+        start, stop = spans.pop() if spans and each.offset - spans[-1][1] <= _GAP_NBYTES else (each.offset, 0)
+        spans.append((start, max(stop, each.offset + each.nbytes)))
+    return tuple(spans)
 
 
 def _split_run(runs: Runs, limit: int) -> Iterator[Runs]:

@@ -189,7 +189,7 @@ class AsyncSaver:
         request = SaveRequest.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
         job = SaveJob.of(root, request, SaveContent(shards, tensors, objects, rank_objects), keep, storage)
         if self.newest is not None:
-            self.newest.holds_copy = False
+            _drop_copy(self.newest)
         handle = SaveHandle(job, job.shards[: job.num_given])
         self._copy(handle)
         may_run = threading.Event()  # set last, so that the thread does not delay the return
@@ -219,8 +219,7 @@ class AsyncSaver:
             self.wait()
         finally:
             if self.newest is not None:
-                self.newest.holds_copy = False
-                self.newest.job = attrs.evolve(self.newest.job, shards=())
+                _drop_copy(self.newest)
             self.memory = HostMemory()
 
     def __enter__(self) -> AsyncSaver:
@@ -267,6 +266,12 @@ def save_async(
 ) -> SaveHandle:
     """Save in the background with the options of `AsyncSaver.save`; without a saver, the handle owns the memory."""
     return (saver or AsyncSaver(peers)).save(root, tag, **options)
+
+
+def _drop_copy(handle: SaveHandle) -> None:
+    """Drop the copy of a finished save, so that its memory can be reused or freed."""
+    handle.holds_copy = False
+    handle.job = attrs.evolve(handle.job, shards=())
 
 
 def _run(handle: SaveHandle, peers: Peers, may_run: threading.Event) -> None:
@@ -316,6 +321,9 @@ class HostMemory:
         sizes = [-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for nbytes, _ in kinds]
         self.kinds, self.rooms = [], []
         if len(self.data) < sum(sizes):
+            self.data = torch.empty(
+                0, dtype=torch.uint8
+            )  # frees the smaller one first: pinned memory is resident at once
             self.data = _allocate(sum(sizes), pinned=any(each.is_cuda for each in tensors))
         starts = itertools.accumulate(sizes, initial=0)
         rooms = [self.data[at : at + nbytes].view(dtype) for at, (nbytes, dtype) in zip(starts, kinds)]

@@ -27,7 +27,7 @@ from zckpt.format.manifest import checksum
 from zckpt.format.paths import check_tag
 from zckpt.format.regions import Region, tiling_problem
 from zckpt.format.safetensors_layout import FileLayout, TensorPart, dtype_name, dtype_of, place_parts
-from zckpt.format.shard import ShardAddress, ShardLike, address_of, check_shard, describe
+from zckpt.format.shard import ShardAddress, ShardLike, address_of, check_shard_again, describe
 
 _MIN_NBYTES = 16 << 20  # minimum bytes of a split piece, and of a writer's file
 
@@ -140,7 +140,7 @@ def _describe_shards(shards: Sequence[ShardLike]) -> dict[str, JSON]:
     kinds: dict[tuple[str, ShardAddress], int] = {}
     kind_of = []
     for shard in shards:
-        check_shard(shard)
+        check_shard_again(shard)
         kind_of.append(kinds.setdefault((dtype_name(shard.tensor.dtype), address_of(shard)), len(kinds)))
     return {
         "names": [shard.name for shard in shards],

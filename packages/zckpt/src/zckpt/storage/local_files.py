@@ -6,11 +6,7 @@ costs more processor time than hashing the byte, and evicts what the training ha
 Design.  `LocalWriter` collects bytes in an aligned buffer, which a thread of its own writes with O_DIRECT while the
 caller fills a second one, so that the disk never waits for hashing and copying.  Where O_DIRECT is not supported
 (tmpfs), and for the end of a file, writes are plain.  The rules of storage.Writer hold either way: nothing survives a
-power cut before `sync`.  `PlainReader` reads through the page cache; loading/run_reads.py says why.
-
-Fresh pages for the cache are cheap (0.08 s of a core for a gigabyte) or expensive (0.3 to 0.9 s: a kernel without
-large folios, or a virtual machine that gives its free pages back to the host).  `FrugalReader` measures the first
-bytes, and where pages are expensive reads the rest with O_DIRECT, except ranges that are cached (RWF_NOWAIT).
+power cut before `sync`.  `PlainReader` reads through the page cache (see frugal_reader.py).
 
 Rejected: O_DIRECT from tensor memory (neither the tensors nor the offsets in a safetensors file are aligned);
 starting write-back early with posix_fadvise (measured at a third of the speed); allocating the file first (no gain).
@@ -24,7 +20,6 @@ import fcntl
 import mmap
 import os
 import threading
-import time
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -35,12 +30,8 @@ import numpy as np
 
 BUFFER_NBYTES = 4 << 20  # of each of two write buffers: a multiple of any file system's block
 LEAST_NBYTES = 256 << 10  # smaller files and ends of files are not worth a direct write
-DIRECT_NBYTES = 4 << 20  # of a direct read: a multiple of any file system's block
-TRIAL_NBYTES = 4 << 20  # read through the page cache before its cost is judged
-_EXPENSIVE_S_PER_BYTE = 0.2e-9  # processor time; cheap pages cost 0.06e-9 to 0.1e-9
 _BLOCK_NBYTES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 @final
@@ -219,98 +210,16 @@ class PlainReader:
                     raise OSError(errno.EIO, f"file ends before byte {offset + len(rest):,}")
                 offset, rest = offset + count, rest[count:]
 
+    def read_ahead(self, ahead: bool) -> None:
+        """Let the kernel read ahead, or read only what is asked for."""
+        with contextlib.suppress(OSError, AttributeError):  # a hint
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL if ahead else os.POSIX_FADV_RANDOM)
+
     def __enter__(self) -> PlainReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
         os.close(self.fd)
-
-
-@final
-@attrs.define(eq=False)
-class FrugalReader:
-    """Reads through the page cache, or past it where fresh pages are expensive.  For one thread; owns `plain`."""
-
-    plain: PlainReader
-    fd: int  # of the same file, with O_DIRECT
-    cpu_s: float = 0.0  # processor time of reads through the page cache
-    read_nbytes: int = 0  # bytes of those
-    buffer: mmap.mmap | None = None  # aligned, for direct reads
-
-    @classmethod
-    def over(cls, plain: PlainReader) -> FrugalReader | PlainReader:
-        """A frugal reader of the same file, or `plain` where O_DIRECT is not supported."""
-        try:
-            fd = os.open(plain.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | _O_DIRECT)
-        except OSError:
-            return plain
-        if not _O_DIRECT or not os.path.sameopenfile(fd, plain.fd):
-            os.close(fd)
-            return plain
-        return cls(plain, fd)
-
-    @property
-    def nbytes(self) -> int:
-        return self.plain.nbytes
-
-    @property
-    def step_nbytes(self) -> int:
-        return DIRECT_NBYTES if self.is_expensive else self.plain.step_nbytes
-
-    @property
-    def is_expensive(self) -> bool:
-        """True if enough was read to know that fresh pages cost too much."""
-        return self.read_nbytes >= TRIAL_NBYTES and self.cpu_s > _EXPENSIVE_S_PER_BYTE * self.read_nbytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        data = buffer.cast("B")
-        if not self.is_expensive:
-            self._read_plain(offset, data)
-            return
-        for start in range(0, len(data), DIRECT_NBYTES):
-            part = data[start : start + DIRECT_NBYTES]
-            if self._is_cached(offset + start, part) or not self._read_direct(offset + start, part):
-                self.plain.read_into(offset + start, part)
-
-    def _read_plain(self, offset: int, data: memoryview) -> None:
-        before = time.thread_time()
-        self.plain.read_into(offset, data)
-        self.cpu_s += time.thread_time() - before
-        self.read_nbytes += len(data)
-
-    def _is_cached(self, offset: int, part: memoryview) -> bool:
-        """True if the first and the last byte are in the page cache: a heuristic that costs microseconds."""
-        try:
-            ends = [(offset, part[:1]), (offset + len(part) - 1, part[-1:])]
-            return bool(_NOWAIT) and all(os.preadv(self.plain.fd, [one], at, _NOWAIT) == 1 for at, one in ends)
-        except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: unknown
-            return False
-
-    def _read_direct(self, offset: int, part: memoryview) -> bool:
-        """Read the whole blocks around the part and copy it; False if that is not possible here."""
-        if self.buffer is None:
-            self.buffer = huge_pages(DIRECT_NBYTES + 2 * _BLOCK_NBYTES)
-        skip = offset % _BLOCK_NBYTES
-        nbytes = -(-(skip + len(part)) // _BLOCK_NBYTES) * _BLOCK_NBYTES
-        try:
-            count = os.preadv(self.fd, [memoryview(self.buffer)[:nbytes]], offset - skip)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                error.filename = error.filename or str(self.plain.path)
-                raise
-            return False  # the file system accepts the flag and rejects the read
-        if count < skip + len(part):  # interrupted, or the file is shorter: the plain read distinguishes the two
-            return False
-        into = np.frombuffer(part, np.uint8)
-        np.copyto(into, np.frombuffer(self.buffer, np.uint8)[skip : skip + len(part)])  # releases the GIL
-        return True
-
-    def __enter__(self) -> FrugalReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.fd)
-        self.plain.__exit__(*exc)
 
 
 class path_in_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a verb

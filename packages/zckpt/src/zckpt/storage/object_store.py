@@ -23,6 +23,7 @@ from typing import Any, final
 
 import attrs
 
+from zckpt.storage.frugal_reader import UNKNOWN, Access
 from zckpt.storage.lock import HeartbeatLock, LockObject, LockPolicy, acquire
 from zckpt.storage.object_store_files import FileSystem, StoreReader, StoreWriter, as_os_errors
 from zckpt.storage.rename_marker import (
@@ -87,7 +88,7 @@ class RemoteStorage:
     def free_bytes(self, folder: Path) -> int:
         return _UNKNOWN_FREE
 
-    def open(self, path: Path, *, once: bool = False) -> Reader:
+    def open(self, path: Path, *, access: Access = UNKNOWN) -> Reader:
         native = self._native(path)
         if self._kind(native, path) is not PathKind.FILE:
             raise OSError(errno.EINVAL, "not a plain file", str(path))

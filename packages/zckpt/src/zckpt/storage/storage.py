@@ -22,7 +22,8 @@ from typing import Protocol, final
 
 import attrs
 
-from zckpt.storage.local_files import FrugalReader, LocalWriter, PlainReader, path_in_errors
+from zckpt.storage.frugal_reader import UNKNOWN, Access, FrugalReader
+from zckpt.storage.local_files import LocalWriter, PlainReader, path_in_errors
 
 
 class PathKind(enum.Enum):
@@ -87,9 +88,7 @@ class Storage(Protocol):
     def names(self, folder: Path) -> list[str]: ...
     def nbytes(self, path: Path) -> int: ...
     def free_bytes(self, folder: Path) -> int: ...
-    def open(self, path: Path, *, once: bool = False) -> Reader:
-        """Open for reading.  once: each byte is read once, by this process only, so caches need not keep it."""
-        ...
+    def open(self, path: Path, *, access: Access = UNKNOWN) -> Reader: ...
 
     def create(self, path: Path) -> Writer: ...
     def make_folder(self, path: Path) -> None: ...
@@ -149,16 +148,15 @@ class LocalStorage:
         state = os.statvfs(folder)
         return state.f_bavail * state.f_frsize
 
-    def open(self, path: Path, *, once: bool = False) -> Reader:
+    def open(self, path: Path, *, access: Access = UNKNOWN) -> Reader:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a plain file", str(path))
-        with contextlib.suppress(OSError, AttributeError):  # a hint
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         plain = PlainReader(path, fd, state.st_size)
-        return FrugalReader.over(plain) if once else plain
+        plain.read_ahead(True)
+        return FrugalReader.over(plain, access) if access.passes else plain
 
     def create(self, path: Path) -> Writer:
         return LocalWriter.create(path)

@@ -11,6 +11,7 @@ from typing import TypeAlias, final
 
 import attrs
 
+from zckpt.storage.frugal_reader import UNKNOWN, Access
 from zckpt.storage.storage import Lock, PathKind, Reader, Storage, Writer
 
 WRITING = frozenset({"create", "write", "sync", "make_folder", "rename", "remove", "sync_folder"})
@@ -54,9 +55,9 @@ class FaultyStorage:
         self.before("free_bytes", folder)
         return self.inner.free_bytes(folder)
 
-    def open(self, path: Path, *, once: bool = False) -> Reader:
+    def open(self, path: Path, *, access: Access = UNKNOWN) -> Reader:
         self.before("open", path)
-        return _FaultyReader(self.inner.open(path, once=once), path, self.before)
+        return _FaultyReader(self.inner.open(path, access=access), path, self.before)
 
     def create(self, path: Path) -> Writer:
         self.before("create", path)

@@ -21,6 +21,7 @@ from typing import final
 
 import attrs
 
+from zckpt.storage.frugal_reader import UNKNOWN, Access
 from zckpt.storage.storage import PathKind
 
 
@@ -114,7 +115,7 @@ class ModelStorage:
     def free_bytes(self, folder: Path) -> int:
         return self.free
 
-    def open(self, path: Path, *, once: bool = False) -> ModelReader:
+    def open(self, path: Path, *, access: Access = UNKNOWN) -> ModelReader:
         with self.mutex:
             return ModelReader(path, self._file(path).data)
 
