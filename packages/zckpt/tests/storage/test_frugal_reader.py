@@ -18,7 +18,7 @@ from zckpt.storage.storage import LOCAL
 _NBYTES = 300_001
 _WINDOW = 1 << 16
 _TRIAL = 1000
-_ONCE = Access(1)
+_ONCE = Access(True)
 
 
 @attrs.define
@@ -26,10 +26,8 @@ class Machine:
     """What reads cost, and what was read past the cache: all that a reader can learn."""
 
     page_s: float = 1e-9  # processor time of a byte through the cache
-    disk_s: float = 1e-9  # elapsed time of a byte past it
     code: int = 0  # error of a direct read
     cpu_s: float = 0.0
-    wall_s: float = 0.0
     direct: list[tuple[int, int]] = attrs.field(factory=list)  # (offset, bytes) of each direct read
     ahead: list[bool] = attrs.field(factory=list)  # each advice
 
@@ -41,9 +39,7 @@ class Machine:
                 if self.code:
                     raise OSError(self.code, os.strerror(self.code))
             count = real(fd, buffers, offset, flags)
-            if is_direct:
-                self.wall_s += count * self.disk_s
-            elif not flags:
+            if not is_direct and not flags:
                 self.cpu_s += count * self.page_s
             return count
 
@@ -66,7 +62,6 @@ def machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(os, "preadv", made.preadv(os.preadv))
     monkeypatch.setattr(frugal_reader.time, "thread_time", lambda: made.cpu_s)
-    monkeypatch.setattr(frugal_reader.time, "perf_counter", lambda: made.wall_s)
     monkeypatch.setattr(frugal_reader, "WINDOW_NBYTES", _WINDOW)
     monkeypatch.setattr(FrugalReader, "step_nbytes", 8192)
     for way in TRIAL_NBYTES:
@@ -113,7 +108,7 @@ def test_bytes_are_those_of_the_file_at_every_alignment(
     path: Path, machine: Machine, start: int, span: tuple[int, int], step: int
 ) -> None:
     stop = _NBYTES if step > 100 else start + 3000
-    found, way = read(path, in_steps(start, stop, step), Access(1, (span,) if span[1] else ()), Way.DIRECT)
+    found, way = read(path, in_steps(start, stop, step), Access(True, (span,) if span[1] else ()), Way.DIRECT)
     assert found == path.read_bytes()[start:stop]
     assert way is Way.DIRECT
     assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for offset, nbytes in machine.direct)
@@ -122,7 +117,7 @@ def test_bytes_are_those_of_the_file_at_every_alignment(
 def test_a_window_reaches_over_tensors_to_the_end_of_its_span_and_no_further(path: Path, machine: Machine) -> None:
     spans = ((0, 150_000), (200_000, 230_000))
     steps = in_steps(0, 150_000, 1000) + in_steps(200_000, 230_000, 999) + [(250_000, 10)]
-    found, _ = read(path, steps, Access(1, spans), Way.DIRECT)
+    found, _ = read(path, steps, Access(True, spans), Way.DIRECT)
     data = path.read_bytes()
     assert found == data[:150_000] + data[200_000:230_000] + data[250_000:250_010]
     assert machine.direct == [
@@ -143,7 +138,7 @@ def test_the_kernel_reads_ahead_through_the_cache_only(path: Path, machine: Mach
 
 def test_pages_that_become_expensive_are_left_later(path: Path, machine: Machine) -> None:
     machine.page_s = 0.05e-9
-    with LOCAL.open(path, access=Access(1)) as reader:
+    with LOCAL.open(path, access=Access(True)) as reader:
         assert isinstance(reader, FrugalReader)
         for offset, nbytes in in_steps(0, 200_000, 500):
             if offset == 100_000:
@@ -153,37 +148,20 @@ def test_pages_that_become_expensive_are_left_later(path: Path, machine: Machine
         assert reader.way is Way.DIRECT
 
 
-@pytest.mark.parametrize(
-    ("page_s", "disk_s", "way"),
-    [
-        (0.1e-9, 1e-9, Way.CACHE),  # pages at hand
-        (1e-9, 2e-9, Way.DIRECT),  # expensive pages, a fast disk
-        (1e-9, 20e-9, Way.SETTLED),  # a slow one
-    ],
-)
-def test_bytes_that_are_read_twice_are_read_past_the_cache_if_the_disk_is_faster_than_pages(
-    path: Path, machine: Machine, page_s: float, disk_s: float, way: Way
-) -> None:
-    machine.page_s, machine.disk_s = page_s, disk_s
-    found, chosen = read(path, in_steps(0, _NBYTES, 5000), Access(2))
-    assert found == path.read_bytes()
-    assert chosen is way
-
-
 def test_what_is_cached_is_read_from_the_cache_up_to_its_last_page(path: Path, machine: Machine) -> None:
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for start, stop in ((0, 40_960), (102_400, 143_360)):
             os.pread(file.fileno(), stop - start, start)
         span = ((0, _NBYTES),)
-        found, _ = read(path, in_steps(0, _NBYTES, _NBYTES), Access(1, span))
+        found, _ = read(path, in_steps(0, _NBYTES, _NBYTES), Access(True, span))
     assert found == path.read_bytes()
     read_twice = [at for at, nbytes in machine.direct if at < 40_960]
     assert not read_twice
     machine.direct.clear()
     evict(path)
     path.read_bytes()
-    _, way = read(path, in_steps(0, _NBYTES, 5000), Access(1, span))
+    _, way = read(path, in_steps(0, _NBYTES, 5000), Access(True, span))
     assert way is Way.PROBE, "cached bytes say nothing of fresh pages"
     assert machine.direct == []
 
@@ -194,7 +172,7 @@ def test_cached_bytes_that_cost_like_fresh_ones_are_being_read_ahead_and_no_long
     read(path, [(0, 5000)])
     path.read_bytes()  # as an advance of the kernel would
     monkeypatch.setattr(frugal_reader.time, "thread_time", iter(range(10_000)).__next__)
-    with LOCAL.open(path, access=Access(1)) as reader:
+    with LOCAL.open(path, access=Access(True)) as reader:
         assert isinstance(reader, FrugalReader)
         reader.way = Way.DIRECT
         machine.direct.clear()
@@ -222,7 +200,7 @@ def test_a_file_system_that_rejects_is_read_plainly_and_a_disk_that_fails_is_an_
 
 @pytest.mark.parametrize("kept", [0, 4096, 100_000])
 def test_a_file_that_ends_too_soon_is_an_error_of_direct_reads_too(path: Path, machine: Machine, kept: int) -> None:
-    with LOCAL.open(path, access=Access(1, ((0, _NBYTES),))) as reader:
+    with LOCAL.open(path, access=Access(True, ((0, _NBYTES),))) as reader:
         reader.read_into(0, memoryview(bytearray(5000)))
         reader.read_into(5000, memoryview(bytearray(5000)))
         assert machine.direct
@@ -236,7 +214,7 @@ def test_a_name_that_is_another_file_by_now_is_read_as_it_was_opened(path: Path)
     path.unlink()
     path.write_bytes(b"other")
     assert isinstance(plain, PlainReader)
-    with FrugalReader.over(plain, Access(1)) as reader:
+    with FrugalReader.over(plain, Access(True)) as reader:
         assert reader is plain
 
 
@@ -249,7 +227,7 @@ def test_a_file_system_without_direct_reads_is_read_plainly(path: Path, monkeypa
         return real(name, flags, *rest)
 
     monkeypatch.setattr(os, "open", reject)
-    with LOCAL.open(path, access=Access(1)) as reader:
+    with LOCAL.open(path, access=Access(True)) as reader:
         assert isinstance(reader, PlainReader)
         part = bytearray(_NBYTES)
         reader.read_into(0, memoryview(part))
@@ -284,12 +262,14 @@ def test_a_load_past_the_cache_is_bit_equal_and_reads_the_wanted_bytes_only(
     for shard in live:
         assert shard.tensor.equal(expected[shard.name][slice(*shard.span)]), shard.name
     wanted = sum(shard.tensor.nbytes for shard in live)
-    passes = 2 if verify == "first" else 1
-    most = 1.05 * passes * wanted + 2 * 4096 * len(machine.direct)
-    assert passes * wanted / 2 < sum(nbytes for _, nbytes in machine.direct) < most
+    direct = sum(nbytes for _, nbytes in machine.direct)
+    if verify == "first":
+        assert direct < wanted / 10, "the first pass has filled the cache"
+    else:
+        assert wanted / 2 < direct < 1.05 * wanted + 2 * 4096 * len(machine.direct)
 
 
-def test_damage_is_found_past_the_cache_before_a_tensor_is_modified(tmp_path: Path, machine: Machine) -> None:
+def test_damage_is_found_before_a_tensor_is_modified(tmp_path: Path, machine: Machine) -> None:
     save(tmp_path, "a", tensors={"a": torch.rand(90_000), "b": torch.rand(90_000)})
     file = tmp_path / "a" / "rank00000.safetensors"
     with open(file, "r+b") as raw:
@@ -299,7 +279,6 @@ def test_damage_is_found_past_the_cache_before_a_tensor_is_modified(tmp_path: Pa
     live = {"a": torch.zeros(90_000), "b": torch.zeros(90_000)}
     with pytest.raises(CheckpointCorrupt, match="tensor 'b'"):
         find(tmp_path).read([whole(name, each) for name, each in live.items()], verify="first")
-    assert machine.direct
     assert not any(each.any() for each in live.values())
 
 
@@ -320,14 +299,14 @@ def test_only_loads_that_share_no_bytes_may_bypass_the_cache(tmp_path: Path, mon
     monkeypatch.setattr(FrugalReader, "over", lambda plain, access: opened.append(access) or real(plain, access))
     values = torch.arange(100_000.0)
     save(tmp_path, "a", tensors={"w": values})
-    for verify, expected in ((True, [1, 1]), (False, [1]), ("first", [2, 2, 1])):
+    for verify, expected in ((True, [True, True]), (False, [True]), ("first", [])):
         got = torch.zeros(100_000)
         opened.clear()
         found = find(tmp_path)
         found.read([whole("w", got)], verify=verify)  # type: ignore[arg-type]
         assert torch.equal(got, values)
-        assert [each.passes for each in opened] == expected, "the header, where checksums are compared; the tensor"
-        assert opened[-1].spans == ((opened[-1].spans[0][0], opened[-1].spans[0][0] + 400_000),)
+        assert [each.is_once for each in opened] == expected, "the header, where checksums are compared; the tensor"
+        assert not opened or opened[-1].spans == ((opened[-1].spans[0][0], opened[-1].spans[0][0] + 400_000),)
     opened.clear()
     find(tmp_path).verify()
     assert opened == []

@@ -123,8 +123,8 @@ class Checkpoint(Described):
         report, problems = merge_plans(answers, self.manifest, reading.ignore)
         check_problems(problems, strict=reading.on_mismatch == "raise", where=f"checkpoint {self.path}")
         items = plans[0].items
-        is_alone = is_disjoint(answers, self.manifest)
-        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, is_alone=is_alone)
+        is_once = reading.verify != "first" and is_disjoint(answers, self.manifest)
+        runner = ReadRunner(self.path, self.storage, self.verifier, reading.readers, is_once=is_once)
         if reading.verify == "first":
             vote.run("verifying", lambda: runner.verify(items))
 

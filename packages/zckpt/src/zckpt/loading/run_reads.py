@@ -73,7 +73,7 @@ class ReadRunner:
     verifier: Verifier
     num_threads: int
     scratch: Scratch = attrs.field(factory=Scratch)
-    is_alone: bool = False  # no other process reads these bytes
+    is_once: bool = False  # each byte is read once, and no other process reads it
 
     def fill(self, items: Sequence[ReadItem], verify: bool) -> int:
         """Fill the tensors of the items; return the bytes read.  Raises CheckpointCorrupt at the first bad chunk."""
@@ -88,7 +88,7 @@ class ReadRunner:
         num_threads = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES)
         for file in sorted({piece.file for item in items for piece in item.pieces}) if work is not _Pass.FILL else ():
             if file not in self.verifier.headers:
-                with self.storage.open(self.folder / file, access=self._access(work)) as reader:
+                with self.storage.open(self.folder / file, access=self._access()) as reader:
                     self.verifier.check_header(reader, file)
         batches, others = find_batches(items)
         as_stored, scattered = _split_by_box(others)
@@ -96,11 +96,11 @@ class ReadRunner:
         for file, stretch in chain(self._small(batches, work), self._large(as_stored, work)):
             stretches.setdefault(file, []).append(stretch)
         streams = (
-            partial(self._read, file, [each.work for each in stream], self._access(work, stream))
+            partial(self._read, file, [each.work for each in stream], self._access(stream))
             for file, found in sorted(stretches.items())
             for stream in _streams(found, -(-nbytes // num_threads))
         )
-        access = self._access(work)
+        access = self._access()
         gathers = (partial(self._read, file, runs, access) for file, runs in self._gather(scattered, work))
         return sum(run_jobs(chain(streams, gathers), num_threads))
 
@@ -108,10 +108,9 @@ class ReadRunner:
         with self.storage.open(self.folder / file, access=access) as reader:
             return sum(each(reader) for each in work)
 
-    def _access(self, work: _Pass, stream: Sequence[_Stretch] = ()) -> Access:
-        """How `_read` will read: bytes that are only verified are read again, to copy them."""
-        passes = 0 if not self.is_alone else 2 if work is _Pass.VERIFY else 1
-        return Access(passes, _spans(stream) if passes else ())
+    def _access(self, stream: Sequence[_Stretch] = ()) -> Access:
+        """How `_read` will read."""
+        return Access(self.is_once, _spans(stream) if self.is_once else ())
 
     def _small(self, batches: Sequence[Batch], work: _Pass) -> Iterator[tuple[str, _Stretch]]:
         for batch in batches:

@@ -9,8 +9,8 @@ time is that of their pages.  Where they are cheap, the kernel reads ahead, and 
 time.  Where they are expensive, the reader uses O_DIRECT, in windows that span tensors (`Access.spans`), as neither
 tensors nor their offsets in a file are aligned; what is cached by then still comes from the cache.
 
-Bytes that are read twice (verify="first") are worth an expensive page if the disk is slow: after a trial of each way,
-they go past the cache only if another read of the disk takes less time than the pages.
+Bytes that are read twice (verify="first") fill the cache, whatever it costs: reading the disk twice took as long
+where pages were expensive, and twice as long where they were not.
 
 A cached range is read with RWF_NOWAIT.  That may start reading ahead, whatever the advice: each page that the kernel
 marked starts it again, for the rest of the file.  It shows as cached bytes at the cost of fresh ones; then the next
@@ -40,7 +40,6 @@ from zckpt.storage.local_files import PlainReader, huge_pages, path_in_errors
 
 WINDOW_NBYTES = 4 << 20  # of a direct read: a multiple of any file system's block
 _CHEAP_S_PER_BYTE = 0.12e-9  # processor time for a byte of a cheap page
-_READERS = 8  # threads that share the disk, about: each waits so many times longer for it than one would
 _AHEAD_NBYTES = 32 << 20  # the kernel has read ahead at most so far
 _BLOCK_NBYTES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -51,7 +50,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 class Access:
     """How an open file will be read: hints, which change no byte."""
 
-    passes: int = 0  # times that this process reads each byte, and no other process does; 0: unknown
+    is_once: bool = False  # this process reads each byte once, and no other process does
     spans: tuple[tuple[int, int], ...] = ()  # [start, stop) in order, each read from its start to its end
 
 
@@ -63,12 +62,11 @@ class Way(enum.Enum):
 
     PROBE = "through the cache without reading ahead: what does a page cost?"
     CACHE = "through the cache, as long as pages are cheap"
-    DIRECT_TRIAL = "past the cache: does another read of the disk take less time than the pages?"
     DIRECT = "past the cache"
     SETTLED = "through the cache, whatever it costs"
 
 
-TRIAL_NBYTES = {Way.PROBE: 2 << 20, Way.CACHE: 32 << 20, Way.DIRECT_TRIAL: 16 << 20}
+TRIAL_NBYTES = {Way.PROBE: 2 << 20, Way.CACHE: 32 << 20}
 
 
 @attrs.define
@@ -77,7 +75,6 @@ class _Trial:
 
     nbytes: int = 0
     cpu_s: float = 0.0
-    wall_s: float = 0.0
 
     def costs_more(self, times: int) -> bool:
         """True if a byte took more than so many times the processor time of a cheap page."""
@@ -85,10 +82,9 @@ class _Trial:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        cpu_s = time.thread_time()
         yield
         self.cpu_s += time.thread_time() - cpu_s
-        self.wall_s += time.perf_counter() - wall_s
 
 
 @final
@@ -104,7 +100,6 @@ class FrugalReader:
     access: Access
     way: Way = Way.SETTLED
     trial: _Trial = attrs.field(factory=_Trial)  # of `way`
-    page_s_per_byte: float = 0.0  # processor time of the last trial of CACHE
     cached: _Trial = attrs.field(factory=_Trial)  # of ranges found in the cache
     blind: int = 0  # bytes before this one are not looked up in the cache
     window: mmap.mmap | None = None  # aligned; allocated by the first direct read
@@ -122,7 +117,7 @@ class FrugalReader:
             os.close(fd)
             return plain
         made = cls(plain, fd, access)
-        made._continue(Way.PROBE if access.passes == 1 else Way.CACHE)
+        made._continue(Way.PROBE)
         return made
 
     @property
@@ -132,11 +127,7 @@ class FrugalReader:
     @property
     def step_nbytes(self) -> int:
         """A step of the cache; a window where each step is a read of the disk: past the cache, outside of spans."""
-        return WINDOW_NBYTES if self._is_direct and not self.access.spans else self.plain.step_nbytes
-
-    @property
-    def _is_direct(self) -> bool:
-        return self.way in (Way.DIRECT, Way.DIRECT_TRIAL)
+        return WINDOW_NBYTES if self.way is Way.DIRECT and not self.access.spans else self.plain.step_nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")
@@ -146,7 +137,7 @@ class FrugalReader:
 
     def _read(self, offset: int, rest: memoryview) -> int:
         """Read the first of the bytes; return how many, or 0 if the window holds them now."""
-        if self._is_direct:
+        if self.way is Way.DIRECT:
             if self._read_window(offset, len(rest)):
                 return 0
             self._continue(Way.SETTLED)  # the file system rejects direct reads, or the file ends: plain reads know
@@ -163,14 +154,8 @@ class FrugalReader:
         match self.way:
             case Way.PROBE:
                 self._continue(Way.DIRECT if self.trial.costs_more(1) else Way.CACHE)
-            case Way.CACHE if self.trial.costs_more(3 * self.access.passes):  # pages read ahead count, too
-                self.page_s_per_byte = self.trial.cpu_s / self.trial.nbytes
-                self._continue(Way.DIRECT if self.access.passes == 1 else Way.DIRECT_TRIAL)
-            case Way.CACHE:
-                self._continue(Way.CACHE)
-            case Way.DIRECT_TRIAL:
-                is_fast = self.trial.wall_s < _READERS * self.page_s_per_byte * self.trial.nbytes
-                self._continue(Way.DIRECT if is_fast else Way.SETTLED)
+            case Way.CACHE:  # pages read ahead count, too
+                self._continue(Way.DIRECT if self.trial.costs_more(3) else Way.CACHE)
 
     def _continue(self, way: Way) -> None:
         self.way, self.trial = way, _Trial()
@@ -178,7 +163,7 @@ class FrugalReader:
 
     def _copy_cached(self, offset: int, rest: memoryview) -> int:
         """Copy the first of the bytes that the page cache holds, where they are looked up; return how many."""
-        if not _NOWAIT or offset < self.blind or not (self._is_direct or self.way is Way.PROBE):
+        if not _NOWAIT or offset < self.blind or self.way not in (Way.DIRECT, Way.PROBE):
             return 0
         try:
             os.preadv(self.plain.fd, [rest[:1]], offset, _NOWAIT)  # alone, as a miss reads what was asked for
@@ -200,18 +185,16 @@ class FrugalReader:
         """
         if self.window is None:
             self.window = huge_pages(WINDOW_NBYTES)
-            np.frombuffer(self.window, np.uint8)[::_BLOCK_NBYTES] = 0  # here, as a trial measures the disk
         self.start = offset // _BLOCK_NBYTES * _BLOCK_NBYTES
         stop = max(offset + nbytes, self._span_end(offset))
         room = memoryview(self.window)[: -(-(stop - self.start) // _BLOCK_NBYTES) * _BLOCK_NBYTES]
         try:
-            with path_in_errors(self.plain.path), self.trial.measured():
+            with path_in_errors(self.plain.path):
                 self.held = os.preadv(self.fd, [room], self.start)
         except OSError as error:
             self.held = 0
             if error.errno != errno.EINVAL:
                 raise
-        self._count(self.held)
         return self.start + self.held > offset
 
     def _span_end(self, offset: int) -> int:

@@ -156,7 +156,7 @@ class LocalStorage:
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         plain = PlainReader(path, fd, state.st_size)
         plain.read_ahead(True)
-        return FrugalReader.over(plain, access) if access.passes else plain
+        return FrugalReader.over(plain, access) if access.is_once else plain
 
     def create(self, path: Path) -> Writer:
         return LocalWriter.create(path)
