@@ -54,7 +54,7 @@ ORDER = {
     ],
     "zengine": [
         *("_compat", "as_deepspeed", "imports", "trial_load", "step_report", "data", "config", "testing"),
-        *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build"),
+        *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build", "inference"),
         *(
             "deepspeed_getters",
             "deepspeed_engine",
