@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zprecision.quant import PackedTensor, QuantizedTensor, linear
+
 __all__ = [
     *("MLP", "Attention", "Block", "Decoder", "Embedding", "FusedQKV", "Head", "MLPInput", "Norm", "Projection"),
     *("Rotary", "RotaryStyle"),
@@ -27,12 +29,14 @@ class Projection:
     """x @ weight.T + bias."""
 
     name: str  # of the module
-    weight: Tensor  # (out, in)
+    weight: Tensor | QuantizedTensor | PackedTensor  # (out, in)
     bias: Tensor | None = None  # (out,)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (..., in).  Returns (..., out)."""
-        return F.linear(x, self.weight, self.bias)
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 @attrs.frozen(kw_only=True, eq=False)
