@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from zengine.inference.structure import MLP, Block, Decoder, Projection
-from zprecision.quant import Format, Int8, QuantizedTensor, dequantize, format_name, pack, quantize
+from zprecision.quant import Format, Int8, PackedTensor, QuantizedTensor, dequantize, format_name, pack, quantize
 
-__all__ = ["LayerError", "QuantizationReport", "projections", "quantized"]
+__all__ = ["LayerError", "QuantizationReport", "projections", "quantize_weight", "quantized"]
 
 T = TypeVar("T")
 
@@ -87,14 +87,17 @@ def quantized(decoder: Decoder, format: Format, *, head: bool = True) -> tuple[D
 
 
 def _quantize(projection: Projection, format: Format) -> tuple[Projection, LayerError]:
-    weight = projection.weight
-    if not isinstance(weight, Tensor):
+    if not isinstance(projection.weight, Tensor):
         raise ValueError(f"{projection.name} is quantized already")
+    weight, row = quantize_weight(projection.name, projection.weight, format)
+    return attrs.evolve(projection, weight=weight), row
+
+
+def quantize_weight(name: str, weight: Tensor, format: Format) -> tuple[PackedTensor | QuantizedTensor, LayerError]:
+    """Quantize and pack one matrix, (out, in); returns it with its row of the report."""
     values = quantize(weight.detach(), format)
-    row = LayerError(
-        name=projection.name, format=format_name(format), error=_error(weight, values), nbytes=values.nbytes
-    )
-    return attrs.evolve(projection, weight=pack(values)), row
+    row = LayerError(name=name, format=format_name(format), error=_error(weight, values), nbytes=values.nbytes)
+    return pack(values), row
 
 
 def _error(weight: Tensor, values: QuantizedTensor) -> float:
