@@ -25,7 +25,7 @@ ORDER = {
     "zcomm": ["compat", "hosts", "gloo", "hangs", "shared", "collectives", "groups", "testing"],
     "zprecision": [
         *("_compat", "casting", "checks", "inspect", "rules", "keep_in_fp32", "scaling"),
-        *("float8", "fp32_modules", "policy", "wide_buffers"),
+        *("float8", "fp32_modules", "policy", "wide_buffers", "quant"),
     ],
     "zpartition": [
         *("_compat", "_renamed", "layout", "disk", "activations", "deferred", "pipeline", "state"),
@@ -54,7 +54,7 @@ ORDER = {
     ],
     "zengine": [
         *("_compat", "as_deepspeed", "imports", "trial_load", "step_report", "data", "config", "testing"),
-        *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build"),
+        *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build", "inference"),
         *(
             "deepspeed_getters",
             "deepspeed_engine",

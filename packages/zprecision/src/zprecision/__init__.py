@@ -1,8 +1,9 @@
-"""Precision policies, loss scaling and one-pass gradient inspection for PyTorch.
+"""Precision policies, loss scaling, one-pass gradient inspection and block quantization for PyTorch.
 
-Three independent parts that meet in one training step: `Precision` sets the dtype of each tensor, a `Scaler`
-multiplies the loss and adapts its factor, `inspect` reads the gradients once and returns norm and finiteness.  None
-needs a process group, an engine or a config; across ranks, `inspect` takes an all_reduce as a callable.
+Independent parts.  Three meet in one training step: `Precision` sets the dtype of each tensor, a `Scaler` multiplies
+the loss and adapts its factor, `inspect` reads the gradients once and returns norm and finiteness.  `quantize` stores
+weights in 4 to 8 bits, and `linear` multiplies by them.  None needs a process group, an engine or a config; across
+ranks, `inspect` takes an all_reduce as a callable.
 """
 
 import sys
@@ -21,6 +22,31 @@ from zprecision.inspect import (
 )
 from zprecision.keep_in_fp32 import KeepInFp32
 from zprecision.policy import BF16, FP16, FP32, Precision, measure_bf16_speedup
+from zprecision.quant import (
+    NF4,
+    Q4_0,
+    Q4_K,
+    Q6_K,
+    Q8_0,
+    Format,
+    Fp8,
+    Int4,
+    Int8,
+    PackedTensor,
+    Quantized,
+    QuantizedTensor,
+    Weight,
+    dequantize,
+    format_name,
+    format_named,
+    from_blocks,
+    linear,
+    linear_many,
+    pack,
+    quantize,
+    quantize_activations,
+    to_blocks,
+)
 from zprecision.rules import DynamicScaling, Scaling, StaticScaling, Unscaled
 from zprecision.scaling import DynamicScaler, NoScaling, Scaler, StaticScaler, make_scaler
 from zprecision.wide_buffers import WideBuffers
@@ -31,30 +57,53 @@ __all__ = [
     "BF16",
     "FP16",
     "FP32",
+    "NF4",
+    "Q4_0",
+    "Q4_K",
+    "Q6_K",
+    "Q8_0",
     "DynamicScaler",
     "DynamicScaling",
     "Float8",
     "Float8Linear",
+    "Format",
+    "Fp8",
     "Fp32Modules",
     "GradientStats",
+    "Int4",
+    "Int8",
     "KeepInFp32",
     "NoScaling",
     "NonFiniteGradient",
+    "PackedTensor",
     "Precision",
+    "Quantized",
+    "QuantizedTensor",
     "Scaler",
     "Scaling",
     "StaticScaler",
     "StaticScaling",
     "Unscaled",
+    "Weight",
     "WideBuffers",
     "clip_divisor",
+    "dequantize",
     "divisor_of",
     "first_nonfinite",
+    "format_name",
+    "format_named",
+    "from_blocks",
     "has_float8",
     "inspect",
+    "linear",
+    "linear_many",
     "make_scaler",
     "measure_bf16_speedup",
     "merge_stats",
+    "pack",
+    "quantize",
+    "quantize_activations",
+    "to_blocks",
 ]
 
 RENAMED = {  # old name -> new name, for one minor version

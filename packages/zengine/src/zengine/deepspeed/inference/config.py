@@ -11,7 +11,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from zengine.config import ConfigError
+from zengine.config import ConfigError, Problem
 from zengine.config.grammar.kinds import ANYTHING, TEXT, TRUTH, Mismatch, ValueKind, whole
 from zengine.config.grammar.source import read
 from zengine.config.grammar.table import Key, Row, Section, Support, ignored, renamed
@@ -25,6 +25,12 @@ from zengine.deepspeed.inference.parallel import (
     conflicts,
     honoured,
     read_parallelism,
+)
+from zengine.deepspeed.inference.quantization import (
+    QUANT,
+    QuantizationConfig,
+    WeightQuantization,
+    read_quantization,
 )
 from zengine.deepspeed.section_model import SectionModel, invalid
 
@@ -58,8 +64,8 @@ class DtypeEnum(enum.Enum):
 def _read_dtype(value: object) -> torch.dtype:
     given = value.lower() if isinstance(value, str) else value
     found: list[torch.dtype] = [each.value[0] for each in DtypeEnum if given in each.value]
-    if not found or found[0] == torch.int8:
-        raise Mismatch("must be float32, float16 or bfloat16 (int8 weights are not available yet)")
+    if not found:
+        raise Mismatch("must be float32, float16, bfloat16 or int8")
     return found[0]
 
 
@@ -104,6 +110,7 @@ _KEYS: dict[str, Row] = {
     "injection_dict": renamed(ANYTHING, "injection_policy", what="another name"),
     "tensor_parallel": Section(keys=TENSOR),
     "moe": Section(keys=MOE),
+    "quant": Section(keys=QUANT),
     **OLD_NAMES,
     # DeepSpeed's kernels
     **dict.fromkeys(("replace_with_kernel_inject", "transposed_mode", "set_empty_params"), _idle(TRUTH, False)),
@@ -121,9 +128,6 @@ _KEYS: dict[str, Row] = {
     ),
     "use_triton": _only(False, "there are no Triton kernels", "Remove it; torch.compile generates some.", TRUTH),
     "triton_autotune": _only(False, "there are no Triton kernels", "Remove it.", TRUTH),
-    "quant": _only(
-        {}, "quantized weights are not available yet", "Remove it; dtype=torch.bfloat16 halves the bytes.", _OFF
-    ),
     "zero": _only(
         {}, "inference does not stream weights", "Evaluate with a stage-3 training engine: engine.eval().", _OFF
     ),
@@ -146,15 +150,17 @@ class DeepSpeedInferenceConfig(SectionModel):
     models: ClassVar[Mapping[str, type[SectionModel]]] = {
         "tensor_parallel": DeepSpeedTPConfig,
         "moe": DeepSpeedMoEConfig,
+        "quant": QuantizationConfig,
     }
     defaults: ClassVar[Mapping[str, Any]] = models
     title = "init_inference"
-    dtype: torch.dtype  # of the weights
+    dtype: torch.dtype  # of the weights; int8: of the linear layers
     max_out_tokens: int  # tokens of a prompt; generate() raises above it
     keep_module_on_host: bool  # do not move the module
     checkpoint: str | None  # file or folder of the weights to load
     tensor_parallel: DeepSpeedTPConfig
     moe: DeepSpeedMoEConfig
+    quant: QuantizationConfig
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         given = {
@@ -162,6 +168,9 @@ class DeepSpeedInferenceConfig(SectionModel):
         }
         super().__init__(strict, **given)  # `tp` is another name of the section into which other old names move
         problems = list(conflicts(self.tensor_parallel, self.injection_policy))
+        if self.quantization is not None and not self.parallelism.is_single_rank:
+            reason = "quantized weights over several tensor or expert ranks are not supported"
+            problems.append(Problem(reason=reason, key="init_inference.quant", suggestion="Leave one of them out."))
         if problems:
             raise invalid(type(self).__name__, problems)
 
@@ -177,6 +186,17 @@ class DeepSpeedInferenceConfig(SectionModel):
     def parallelism(self) -> Parallelism:
         """Parallelism of the model."""
         return read_parallelism(self.tensor_parallel, self.moe, self.injection_policy)
+
+    @property
+    def quantization(self) -> WeightQuantization | None:
+        """Formats of the linear layers; None if they are not quantized."""
+        return read_quantization(self.dtype, self.quant.given())
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of weights that are not quantized, and of activations."""
+        if self.dtype != torch.int8:
+            return self.dtype
+        return torch.float32 if device.type == "cpu" else torch.float16
 
     @property
     def notices(self) -> tuple[str, ...]:

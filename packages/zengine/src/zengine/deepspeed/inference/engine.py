@@ -168,12 +168,29 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
     if not weights.is_on_meta(module):
         module = module.to(device)  # a group of GPUs cannot send host tensors
     split = split.verified(module)
-    module = module.to(dtype=config.dtype)
+    module = module.to(dtype=config.compute_dtype(device))
     split.apply(module)
     if path is not None:
         weights.materialize(module, device)
         weights.load(module, path)
-    return module.to(device)
+    module = module.to(device)
+    if config.quantization is not None:
+        _quantize(module, config)
+    return module
+
+
+def _quantize(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
+    """Replace linear layers by quantized ones, and log how much they were rounded."""
+    from zengine.inference.quantized_modules import quantize_linears
+
+    assert config.quantization is not None
+    rows = quantize_linears(module, config.quantization.format_of)
+    worst = max(rows, key=lambda row: row.error)
+    log.info(
+        "init_inference: %d linear layers quantized to %s, %s bytes; largest relative error %.3g (%s)",
+        *(len(rows), ", ".join(sorted({row.format for row in rows})), f"{sum(row.nbytes for row in rows):,}"),
+        *(worst.error, worst.name),
+    )
 
 
 def _needs_run(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:

@@ -1,0 +1,122 @@
+"""Quantization of an inference config: `dtype="int8"`, and the section `quant`.
+
+    {"quant": {"weight": {"num_bits": 4, "q_type": "symmetric"}}}
+
+Weights have 8 or 4 bits; 32 elements of a row share a scale.  Activations are rounded to 8 bits within products.
+`quantized_initialization` and `post_init_quant`, the dicts of ZeRO-Inference, map parts of layer names to their own
+bits and group sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, final
+
+import attrs
+import torch
+
+from zengine.config.grammar.kinds import TRUTH, Mismatch, ValueKind, choice, whole
+from zengine.config.grammar.table import Row, Section, fixed, ignored
+from zengine.deepspeed.inference.parallel import honoured
+from zengine.deepspeed.section_model import SectionModel
+from zprecision.quant import Format, Int4, Int8
+
+__all__ = ["QUANT", "QuantizationConfig", "WeightQuantization", "read_quantization"]
+
+_GROUPS = (32, 64, 128)
+
+
+def _read_bits(value: object) -> int:
+    if value in (4, 8) and not isinstance(value, bool):
+        return int(str(value))
+    raise Mismatch("must be 8 or 4")
+
+
+_BITS = ValueKind("8 or 4", _read_bits)
+_TYPE = choice("symmetric", "asymmetric")
+
+
+def _read_patterns(value: object) -> dict[str, dict[str, Any]]:
+    """Read {part of a name: {num_bits, group_size, group_dim, symmetric}}."""
+    if not isinstance(value, Mapping):
+        raise Mismatch("must map parts of layer names to {num_bits, group_size, group_dim, symmetric}")
+    found = {}
+    for name, given in value.items():
+        one = {"num_bits": 8, "group_size": 32, "group_dim": 1, "symmetric": False, **given}
+        unknown = sorted(set(one) - {"num_bits", "group_size", "group_dim", "symmetric"})
+        if unknown or one["num_bits"] not in (4, 8) or one["group_size"] not in _GROUPS or one["group_dim"] != 1:
+            raise Mismatch(
+                f"has {name!r}: {dict(given)!r}; num_bits is 8 or 4, group_size 32, 64 or 128, group_dim 1 (rows)"
+            )
+        found[str(name)] = one
+    return found
+
+
+_PATTERNS = ValueKind("parts of layer names with their bits", _read_patterns)
+_WEIGHT: dict[str, Row] = {
+    "enabled": honoured(kind=TRUTH, default=True),
+    "num_bits": honoured(kind=_BITS, default=8),
+    "q_type": honoured(kind=_TYPE, default="symmetric"),
+    "q_groups": ignored(whole(1), 1, why="32 elements of a row share a scale, which is finer"),
+    "quantized_initialization": honoured(kind=_PATTERNS, default={}),
+    "post_init_quant": honoured(kind=_PATTERNS, default={}),
+}
+_EIGHT = "products round activations to 8 bits, symmetrically, in blocks of 32"
+_ACTIVATION: dict[str, Row] = {
+    "enabled": fixed(TRUTH, True, why=_EIGHT, hint="Remove it."),
+    "num_bits": fixed(whole(1), 8, why=_EIGHT, hint="Remove it."),
+    "q_type": fixed(_TYPE, "symmetric", why=_EIGHT, hint="Remove it."),
+    "q_groups": ignored(whole(1), 1, why="32 elements share a scale, which is finer"),
+}
+QUANT: dict[str, Row] = {
+    "enabled": honoured(kind=TRUTH, default=True),
+    "activation": Section(keys=_ACTIVATION),
+    "weight": Section(keys=_WEIGHT),
+    "qkv": Section(keys={"enabled": ignored(TRUTH, True, why="their layers are quantized like all others")}),
+}
+
+
+@final
+class QuantizationConfig(SectionModel):
+    """Section `quant`."""
+
+    rows = Section(keys=QUANT)
+    title = "init_inference.quant"
+    models: ClassVar[Mapping[str, type[SectionModel]]] = {}
+
+
+@attrs.frozen
+class WeightQuantization:
+    """Formats of linear layers, by name."""
+
+    format: Format | None  # of layers that no pattern names; None: they are not quantized
+    patterns: tuple[tuple[str, Format], ...] = ()  # part of a name -> format; the first that fits
+
+    def format_of(self, name: str) -> Format | None:
+        """Return the format of the layer `name`; None if it is not quantized."""
+        return next((format for part, format in self.patterns if part in name), self.format)
+
+
+def read_quantization(dtype: torch.dtype, section: Mapping[str, Any]) -> WeightQuantization | None:
+    """Return the quantization of a config; None if there is none.
+
+    dtype: int8 quantizes all linear layers to 8 bits.  section: the members of `quant` that were given.
+    """
+    weight = dict(section.get("weight") or {})
+    is_on = bool(section) and section.get("enabled", True) and weight.get("enabled", True)
+    patterns = tuple(
+        (part, _format(one["num_bits"], one["symmetric"], one["group_size"]))
+        for key in ("quantized_initialization", "post_init_quant")
+        for part, one in _read_patterns(weight.get(key) or {}).items()
+        if is_on
+    )
+    if is_on and not patterns:
+        symmetric = weight.get("q_type", "symmetric") == "symmetric"
+        return WeightQuantization(_format(weight.get("num_bits", 8), symmetric, 32))
+    general: Format | None = Int8() if dtype == torch.int8 else None
+    return WeightQuantization(general, patterns) if patterns or general is not None else None
+
+
+def _format(bits: int, symmetric: bool, group: int) -> Format:
+    kinds: dict[int, Callable[..., Format]] = {4: Int4, 8: Int8}
+    return kinds[bits](group=group) if symmetric else kinds[bits](group=group, scale="minmax")

@@ -1,0 +1,10 @@
+"""Inference: a decoder, recognized by what it computes, over a static cache.
+
+    decoder = recognize(model)                                  # over the module's own weights
+    steps = DecoderPass(decoder, KVCache.create(decoder, num_slots=4, capacity=1024))
+    samples = generate(steps, [Request(prompt=(1, 2, 3), sampling=Sampling(temperature=0.7), seeds=(0, 1))])
+
+Modules, low first: observe (calls of a pass), attend (attention), structure (values that describe a decoder),
+matching and recognize (which form computes the observed numbers), cache, decoder (the pass), verify, sampling,
+generation (samples over slots).
+"""

@@ -1,0 +1,96 @@
+"""Forward pass of a recognised decoder over a static cache.
+
+`forward` serves prompts and decoding alike: it takes the new tokens of a slot, writes their keys and values in place,
+and computes logits for the last position only.  Sequences are computed one by one: a product or a sum over several
+at once may round otherwise for another number of them, and then a sample would depend on its neighbours.
+
+Phases of a block: norm, projections, rotation, cache write, attention over the slot, output, norm, MLP.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from zengine.inference.attend import attend, causal_mask
+from zengine.inference.cache import KVCache
+from zengine.inference.observe import tensors_in
+from zengine.inference.structure import MLP, Attention, Block, Decoder, MLPInput
+
+__all__ = ["DecoderPass"]
+
+
+@final
+class DecoderPass:
+    """A decoder with its cache, and the rotary tables of all positions."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self.decoder, self.cache = decoder, cache
+        # by the identity of their maker: cosines and sines, (capacity, size / 2) each
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        for block in decoder.blocks:
+            rotary = block.attention.rotary
+            if rotary is not None and id(rotary.make_tables) not in self._tables:
+                self._tables[id(rotary.make_tables)] = rotary.make_tables(cache.capacity)
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, slot: int) -> Tensor:
+        """Append (time,) int64 tokens to a slot; return the logits after the last, (vocabulary,) float32.
+
+        Raises ValueError if the slot has no room for them; nothing is written then.
+        """
+        return self._logits(self._hidden(ids, slot)[:, -1:])[0, 0]
+
+    @torch.no_grad()
+    def forward_all(self, ids: Tensor, slot: int) -> Tensor:
+        """Append (time,) tokens to a slot; return the logits after each of them, (time, vocabulary) float32."""
+        return self._logits(self._hidden(ids, slot))[0]
+
+    def _hidden(self, ids: Tensor, slot: int) -> Tensor:
+        cache, start = self.cache, self.cache.lengths[slot]
+        if start + len(ids) > cache.capacity:
+            raise ValueError(
+                f"a sequence of {start} tokens and {len(ids)} more do not fit into a cache of {cache.capacity}: "
+                "raise max_out_tokens, or shorten the prompt"
+            )
+        positions = torch.arange(start, start + len(ids), device=ids.device)
+        x = self.decoder.embedding(ids[None], positions[None])
+        for index, block in enumerate(self.decoder.blocks):
+            x = self._block(index, block, x, slot, positions)
+        cache.lengths[slot] += len(ids)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.decoder.head(x if self.decoder.norm is None else self.decoder.norm(x))
+
+    def _block(self, index: int, block: Block, x: Tensor, slot: int, positions: Tensor) -> Tensor:
+        source = x if block.attention_norm is None else block.attention_norm(x)
+        written = self._attend(index, block.attention, source, slot, positions)
+        if block.attention_out_norm is not None:
+            written = block.attention_out_norm(written)
+        residual = _add(x, written, block.attention_factor)
+        given = {MLPInput.RESIDUAL: residual, MLPInput.BLOCK: x, MLPInput.ATTENTION: source}[block.mlp_input]
+        if block.mlp_norm is not None:
+            given = block.mlp_norm(given)
+        mixed = block.mlp(given) if isinstance(block.mlp, MLP) else next(tensors_in(block.mlp(given))).view_as(given)
+        if block.mlp_out_norm is not None:
+            mixed = block.mlp_out_norm(mixed)
+        return _add(residual, mixed, block.mlp_factor)
+
+    def _attend(self, index: int, attention: Attention, x: Tensor, slot: int, positions: Tensor) -> Tensor:
+        query, key, value = attention.project(x)
+        rotary, end = attention.rotary, self.cache.lengths[slot] + len(positions)
+        if rotary is not None:
+            cos, sin = (table[positions][None] for table in self._tables[id(rotary.make_tables)])
+            query, key = rotary.rotate(query, cos, sin), rotary.rotate(key, cos, sin)
+        self.cache.write(index, slot, self.cache.lengths[slot], key, value)
+        keys, values = self.cache.read(index, slot, end)
+        mask = causal_mask(positions, torch.arange(end, device=x.device), attention.window)[None]
+        mixed = attend(query, keys, values, mask, scale=attention.scale, softcap=attention.softcap)
+        return attention.out(mixed)
+
+
+def _add(x: Tensor, written: Tensor, factor: float) -> Tensor:
+    return x + written if factor == 1.0 else x + written * factor

@@ -1,0 +1,209 @@
+"""Generation of many samples over the slots of one cache.
+
+A prompt is computed once, alone, for all its samples; a slot whose sample has ended takes the next one while the
+others go on, so no slot waits for the longest sample.  Each sample is a function of weights, prompt, rule and seed
+(decoder.py computes sequences one by one, sampling.py draws by seed and index).
+
+Rejected: static batches (a batch waits for its longest sample: with a mean of 0.4 of the longest length, 60% of the
+work is padding); left padding to a common length (positions of padding tokens need masks in every layer).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+import attrs
+import torch
+
+from zengine.inference.decoder import DecoderPass
+from zengine.inference.sampling import Sampling, choose, uniform
+
+__all__ = ["FinishReason", "Request", "Sample", "TokenEvent", "generate", "stream"]
+
+Decode = Callable[[Sequence[int]], str]  # token ids -> text
+
+FinishReason = str  # "length", "token" or "string"
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """One prompt and what to make of it."""
+
+    prompt: tuple[int, ...]  # token ids
+    sampling: Sampling
+    seeds: tuple[int, ...] = (0,)  # one for each sample
+
+    def __attrs_post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt has no tokens; give at least one (the model's begin-of-text token)")
+        if not self.seeds:
+            raise ValueError("a request has no seeds; give one for each sample")
+
+
+@attrs.frozen(kw_only=True)
+class TokenEvent:
+    """One new token of a sample."""
+
+    request: int  # index of its request
+    sample: int  # index of its seed
+    token: int
+    log_prob: float  # under the model, before temperature and truncation
+    finish: FinishReason = ""  # why the sample ends with it
+
+
+@attrs.frozen(kw_only=True)
+class Sample:
+    """A finished sample."""
+
+    tokens: tuple[int, ...]  # without the prompt
+    log_probs: tuple[float, ...]
+    finish: FinishReason
+
+
+@final
+@attrs.define(eq=False)
+class _Running:
+    """A sample in a slot."""
+
+    request: Request
+    request_index: int
+    sample_index: int
+    slot: int
+    tokens: list[int] = attrs.field(factory=list)
+
+    def draw(self, logits: torch.Tensor, decode: Decode | None) -> TokenEvent:
+        """Choose the next token from (vocabulary,) logits."""
+        rule = self.request.sampling
+        seen = (*self.request.prompt, *self.tokens) if rule.repetition_penalty != 1.0 else ()
+        number = 0.0 if rule.is_greedy else uniform(self.request.seeds[self.sample_index], len(self.tokens))
+        token, log_prob = choose(logits, rule, seen, number)
+        self.tokens.append(token)
+        return TokenEvent(
+            request=self.request_index,
+            sample=self.sample_index,
+            token=token,
+            log_prob=log_prob,
+            finish=self._finish(token, rule, decode),
+        )
+
+    def _finish(self, token: int, rule: Sampling, decode: Decode | None) -> FinishReason:
+        if token in rule.stop_tokens:
+            return "token"
+        if rule.stop_strings and decode is not None:
+            text = decode(self.tokens)
+            if any(stop in text for stop in rule.stop_strings):
+                return "string"
+        return "length" if len(self.tokens) == rule.max_new_tokens else ""
+
+
+def stream(steps: DecoderPass, requests: Sequence[Request], decode: Decode | None = None) -> Iterator[TokenEvent]:
+    """Yield each token as it is chosen; samples take turns, and their slots are refilled.
+
+    steps: its cache is used from empty, and is empty again afterwards, also if the caller stops early.
+    decode: for stop strings.
+
+    Raises ValueError, before any token, if a prompt and its answer do not fit into the cache, if a token is outside
+    the vocabulary, or if stop strings lack `decode`.
+    """
+    _check(steps, requests, decode)
+    return _Scheduler(steps, requests, decode).events()
+
+
+def generate(steps: DecoderPass, requests: Sequence[Request], decode: Decode | None = None) -> list[list[Sample]]:
+    """Return the samples of each request, in the order of its seeds.  Raises as `stream`."""
+    events: dict[tuple[int, int], list[TokenEvent]] = collections.defaultdict(list)
+    for event in stream(steps, requests, decode):
+        events[event.request, event.sample].append(event)
+    return [
+        [_sample(events[index, sample]) for sample in range(len(request.seeds))]
+        for index, request in enumerate(requests)
+    ]
+
+
+def _sample(events: Sequence[TokenEvent]) -> Sample:
+    return Sample(
+        tokens=tuple(event.token for event in events),
+        log_probs=tuple(event.log_prob for event in events),
+        finish=events[-1].finish,
+    )
+
+
+def _check(steps: DecoderPass, requests: Sequence[Request], decode: Decode | None) -> None:
+    capacity, vocabulary = steps.cache.capacity, steps.decoder.embedding.tokens.shape[0]
+    for index, request in enumerate(requests):
+        length, new = len(request.prompt), request.sampling.max_new_tokens
+        if length + new - 1 > capacity:
+            raise ValueError(
+                f"prompt {index} has {length} tokens and may get {new} more; the cache holds {capacity}. Raise "
+                f"max_out_tokens, shorten the prompt, or ask for at most {max(capacity - length + 1, 0)} new tokens"
+            )
+        if strange := [token for token in request.prompt if not 0 <= token < vocabulary]:
+            raise ValueError(f"prompt {index} has token {strange[0]}; the vocabulary has {vocabulary}")
+        if request.sampling.stop_strings and decode is None:
+            raise ValueError("stop_strings need a tokenizer: pass one, or use stop_tokens")
+
+
+@final
+@attrs.define(eq=False)
+class _Scheduler:
+    """Assigns samples to slots.
+
+    Invariant: a slot is in `free`, or one sample in `running` has it; the first positions of a slot in `holds` are
+    the prompt of that request, also after its sample has ended.
+    """
+
+    steps: DecoderPass
+    requests: Sequence[Request]
+    decode: Decode | None
+    waiting: collections.deque[tuple[int, int]] = attrs.field(factory=collections.deque)  # (request, sample)
+    free: list[int] = attrs.field(factory=list)
+    running: list[_Running] = attrs.field(factory=list)
+    holds: dict[int, int] = attrs.field(factory=dict)  # slot -> request whose prompt it begins with
+    first_logits: dict[int, torch.Tensor] = attrs.field(factory=dict)  # by request: (vocabulary,) after its prompt
+
+    def events(self) -> Iterator[TokenEvent]:
+        """Alternate: fill free slots with samples that wait, then one token for every running sample."""
+        cache = self.steps.cache
+        self.free = list(range(cache.num_slots))[::-1]
+        self.waiting.extend(
+            (index, sample) for index, each in enumerate(self.requests) for sample in range(len(each.seeds))
+        )
+        try:
+            while self.waiting or self.running:
+                while self.waiting and self.free:
+                    started = self._start()
+                    yield self._draw(started, self.first_logits[started.request_index])
+                for each in tuple(self.running):
+                    yield self._draw(each, self._forward(each.tokens[-1:], each.slot))
+        finally:
+            for slot in range(cache.num_slots):
+                cache.clear(slot)
+
+    def _start(self) -> _Running:
+        """Put the next sample into a slot: its prompt is copied from a slot that has it, else computed."""
+        index, sample = self.waiting.popleft()
+        prompt, cache = self.requests[index].prompt, self.steps.cache
+        sources = [slot for slot, held in self.holds.items() if held == index]
+        slot = next((slot for slot in sources if slot in self.free), self.free[-1])
+        self.free.remove(slot)
+        if sources:
+            cache.copy_prefix(slot if slot in sources else sources[0], slot, len(prompt))
+        else:
+            self.first_logits = {index: self._forward(prompt, slot)}
+        self.holds[slot] = index
+        started = _Running(self.requests[index], index, sample, slot)
+        self.running.append(started)
+        return started
+
+    def _forward(self, tokens: Sequence[int], slot: int) -> torch.Tensor:
+        return self.steps.forward(torch.tensor(tokens, device=self.steps.cache.keys[0].device), slot)
+
+    def _draw(self, sample: _Running, logits: torch.Tensor) -> TokenEvent:
+        event = sample.draw(logits, self.decode)
+        if event.finish:
+            self.running.remove(sample)
+            self.steps.cache.clear(sample.slot)
+            self.free.append(sample.slot)
+        return event

@@ -1,0 +1,242 @@
+"""Values that describe a decoder: what a forward pass computes, with the module's own weights.
+
+recognize.py makes them from a module; decoder.py runs them.  A tensor here is the module's parameter or a view of it,
+so a change of the module's weights shows at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zprecision.quant import PackedTensor, QuantizedTensor, linear
+
+__all__ = [
+    *("MLP", "Attention", "Block", "Decoder", "Embedding", "FusedQKV", "Head", "MLPInput", "Norm", "Projection"),
+    *("Rotary", "RotaryStyle"),
+]
+
+Unary = Callable[[Tensor], Tensor]
+
+
+@attrs.frozen(eq=False)
+class Projection:
+    """x @ weight.T + bias."""
+
+    name: str  # of the module
+    weight: Tensor | QuantizedTensor | PackedTensor  # (out, in)
+    bias: Tensor | None = None  # (out,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (..., in).  Returns (..., out)."""
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Norm:
+    """RMSNorm (Zhang and Sennrich 2019) or, if `is_centered`, LayerNorm (Ba et al. 2016), over the last dim."""
+
+    weight: Tensor | None  # (dim,)
+    bias: Tensor | None = None  # (dim,)
+    eps: float
+    is_centered: bool
+    offset: float = 0.0  # added to `weight`: Gemma's is stored minus one
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalize in float32 (float64 for float64), and return the dtype of x."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.is_centered:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.weight is not None:
+            wide = wide * (self.weight.to(wide.dtype) + self.offset)
+        if self.bias is not None:
+            wide = wide + self.bias.to(wide.dtype)
+        return wide.to(x.dtype)
+
+
+class RotaryStyle(enum.Enum):
+    """Pairs of features that are rotated together."""
+
+    HALVES = "halves"  # feature i with i + size / 2
+    NEIGHBOURS = "neighbours"  # feature 2i with 2i + 1
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Rotary:
+    """Rotation of the first `size` features of queries and keys by position (Su et al. 2021)."""
+
+    style: RotaryStyle
+    size: int
+    make_tables: Callable[[int], tuple[Tensor, Tensor]]  # number of positions -> cosines and sines, (n, size / 2)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: (batch, time, heads, head size); cos, sin: (batch or 1, time, size / 2) of the positions."""
+        cos, sin = (table.unsqueeze(2).to(x.dtype) for table in (cos, sin))
+        head, rest = x[..., : self.size], x[..., self.size :]
+        if self.style is RotaryStyle.HALVES:
+            first, second = head.chunk(2, dim=-1)
+            turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        else:
+            first, second = head[..., ::2], head[..., 1::2]
+            turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _cut(x: Tensor, *sizes: int) -> Tensor:
+    """Cut the last dim into dims of these sizes."""
+    return x.reshape(*x.shape[:-1], *sizes)
+
+
+class FusedQKV(enum.Enum):
+    """Order of the rows of one projection of queries, keys and values."""
+
+    STACKED = "stacked"  # all queries, all keys, all values
+    GROUPED = "grouped"  # by key head: its queries, its key, its value
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Attention:
+    """Causal attention with grouped heads (Ainslie et al. 2023)."""
+
+    projections: tuple[Projection, ...]  # queries, keys, values; or one of all
+    fused: FusedQKV | None = None  # order of the one projection
+    out: Projection
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    query_norm: Norm | None = None  # over a head, or over all heads
+    key_norm: Norm | None = None
+    rotary: Rotary | None = None
+    scale: float  # of the scores
+    softcap: float = 0.0  # c tanh(score / c); 0: none
+    window: int = 0  # positions that a query sees, its own included; 0: all before it
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of x, (batch, time, width): (batch, time, heads, size) each, normalized."""
+        queries, groups, size = self.num_heads, self.num_kv_heads, self.head_size
+        if self.fused is None:
+            parts = [project(x) for project in self.projections]
+        elif self.fused is FusedQKV.STACKED:
+            parts = list(torch.split(self.projections[0](x), [queries * size, groups * size, groups * size], dim=-1))
+        else:
+            both = _cut(self.projections[0](x), groups, queries // groups + 2, size)
+            parts = [both[..., :-2, :].flatten(-3), both[..., -2, :].flatten(-2), both[..., -1, :].flatten(-2)]
+        query, key, value = parts
+        return self._normed(query, self.query_norm), self._normed(key, self.key_norm), self._heads(value)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return _cut(x, x.shape[-1] // self.head_size, self.head_size)
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return self._heads(x)
+        is_whole = norm.weight is not None and norm.weight.numel() != self.head_size
+        return self._heads(norm(x)) if is_whole else norm(self._heads(x))
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MLP:
+    """down(act(up(x))), or with a gate down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    up: Projection  # with `is_fused`, the gate's rows before its own
+    down: Projection
+    act: Unary
+    gate: Projection | None = None
+    is_fused: bool = False  # one projection of gate and up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (..., width).  Returns the same shape."""
+        if self.is_fused:
+            gate, up = self.up(x).chunk(2, dim=-1)
+            return self.down(self.act(gate) * up)
+        return self.down(self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x))
+
+
+class MLPInput(enum.Enum):
+    """Source of what the MLP reads."""
+
+    RESIDUAL = "residual"  # the sum of the block's input and the attention
+    BLOCK = "block"  # the block's input, through the MLP's own norm
+    ATTENTION = "attention"  # what the attention reads
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Block:
+    """x + attention, then + MLP; norms before each, and perhaps after each."""
+
+    name: str
+    attention_norm: Norm | None
+    attention: Attention
+    attention_out_norm: Norm | None = None  # of what the attention adds
+    mlp_input: MLPInput
+    mlp_norm: Norm | None
+    mlp: MLP | nn.Module  # a module: not recognised, and called as it is
+    mlp_out_norm: Norm | None = None
+    attention_factor: float = 1.0  # of what the attention adds
+    mlp_factor: float = 1.0
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Embedding:
+    """factor * tokens[id] + positions[position + offset], then perhaps a norm."""
+
+    tokens: Tensor  # (vocabulary, width)
+    factor: float = 1.0
+    positions: Tensor | None = None  # (positions, width)
+    offset: int = 0
+    norm: Norm | None = None
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids, positions: (batch, time) int64.  Returns (batch, time, width)."""
+        x = F.embedding(ids, self.tokens)
+        if self.factor != 1.0:
+            x = x * self.factor
+        if self.positions is not None:
+            x = x + F.embedding(positions + self.offset, self.positions)
+        return x if self.norm is None else self.norm(x)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Head:
+    """Logits: factor * (x @ weight.T + bias), then perhaps c tanh(logit / c)."""
+
+    projection: Projection
+    factor: float = 1.0
+    softcap: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (..., width).  Returns (..., vocabulary) float32 (float64 for float64)."""
+        logits = self.projection(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Decoder:
+    """A decoder-only language model."""
+
+    embedding: Embedding
+    blocks: tuple[Block, ...]
+    norm: Norm | None
+    head: Head
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model has, if it learnt a vector for each; else None."""
+        positions = self.embedding.positions
+        return None if positions is None else positions.shape[0] - self.embedding.offset
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Names of the modules that are called as they are."""
+        return tuple(f"{block.name}.mlp" for block in self.blocks if isinstance(block.mlp, nn.Module))

@@ -1,0 +1,122 @@
+"""Quantized weights by DeepSpeed's keys: what they choose, and that the engine computes with them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zengine.deepspeed as deepspeed
+from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig
+from zengine.inference.quantized_modules import QuantizedLinear
+from zprecision.quant import Int4, Int8, dequantize, format_name, quantize
+
+NAMES = ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.norm, self.head = nn.Embedding(11, 64), nn.LayerNorm(64), nn.Linear(64, 11)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "dtype": ({"dtype": torch.int8}, ["int8"] * 5),
+    "dtype by name": ({"dtype": "int8"}, ["int8"] * 5),
+    "on": ({"dtype": "fp32", "quant": {"enabled": True}}, ["int8"] * 5),
+    "four bits": ({"dtype": "fp32", "quant": {"weight": {"num_bits": 4}}}, ["int4"] * 5),
+    "asymmetric": (
+        {"dtype": "fp32", "quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}},
+        ["int4-minmax"] * 5,
+    ),
+    "patterns": (
+        {
+            "dtype": "fp32",
+            "quant": {
+                "weight": {"post_init_quant": {"up": {"num_bits": 4, "group_size": 64}, "head": {"symmetric": 1}}}
+            },
+        },
+        ["int4-g64-minmax", "", "int4-g64-minmax", "", "int8"],
+    ),
+    "patterns over int8": (
+        {"dtype": "int8", "quant": {"weight": {"quantized_initialization": {"up": {"num_bits": 4}}}}},
+        ["int4-minmax", "int8", "int4-minmax", "int8", "int8"],
+    ),
+    "off": ({"dtype": "fp32", "quant": {"enabled": False}}, [""] * 5),
+    "weights off": ({"dtype": "fp32", "quant": {"weight": {"enabled": False}}}, [""] * 5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keys_choose_the_format_of_each_layer(case: str) -> None:
+    given, wanted = CASES[case]
+    found = DeepSpeedInferenceConfig.of(given).quantization
+    formats = [None if found is None else found.format_of(name) for name in NAMES]
+    assert ["" if each is None else format_name(each) for each in formats] == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "format"),
+    [({"dtype": "int8"}, Int8()), ({"dtype": "fp32", "quant": {"weight": {"num_bits": 4}}}, Int4())],
+)
+def test_the_engine_computes_with_rounded_weights(given: dict[str, Any], format: Int8 | Int4) -> None:
+    engine = deepspeed.init_inference(Model(), given)
+    rounded = Model().eval()
+    with torch.no_grad():
+        for name in NAMES:
+            weight = rounded.get_submodule(name).weight
+            weight.copy_(dequantize(quantize(weight.detach().clone(), format), torch.float32))
+        wanted = rounded(torch.arange(10))
+    assert all(isinstance(engine.module.get_submodule(name), QuantizedLinear) for name in NAMES)
+    found = engine(torch.arange(10))
+    assert found.dtype is torch.float32
+    assert (found - wanted).norm() < 0.02 * wanted.norm(), "activations are rounded to 8 bits"
+    assert (found - Model().eval()(torch.arange(10))).norm() > 0
+
+
+def test_quantized_layers_are_saved_and_loaded() -> None:
+    engine = deepspeed.init_inference(Model(), {"dtype": "int8"})
+    state = engine.module.state_dict()
+    assert "head.weight" not in state
+    other = Model()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    again = deepspeed.init_inference(other, {"dtype": "int8"})
+    again.module.load_state_dict(state)
+    assert torch.equal(again(torch.arange(10)), engine(torch.arange(10)))
+
+
+def test_bytes_are_those_of_the_format() -> None:
+    engine = deepspeed.init_inference(Model(), {"dtype": "fp32", "quant": {"weight": {"num_bits": 4}}})
+    layer = engine.module.get_submodule("layers.0.up")
+    assert isinstance(layer, QuantizedLinear)
+    assert layer.weight.nbytes == 96 * 64 * 4.5 / 8
+    assert "in_features=64, out_features=96" in repr(layer)
+
+
+def test_several_ranks_are_rejected_by_name() -> None:
+    with pytest.raises(ValueError, match="quantized weights over several tensor or expert ranks are not supported"):
+        deepspeed.init_inference(Model(), {"dtype": "int8", "tensor_parallel": {"tp_size": 2}})
+
+
+def test_a_model_without_linear_layers_is_said() -> None:
+    with pytest.raises(ValueError, match="Embedding has no linear layers to quantize"):
+        deepspeed.init_inference(nn.Embedding(3, 3), {"dtype": "int8"})

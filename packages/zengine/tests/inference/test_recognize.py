@@ -1,0 +1,162 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_decoders import HEADS, SIZE, TIME, VOCABULARY, WIDTH, Block, model
+from torch import Tensor, nn
+
+from zengine.inference.cache import KVCache
+from zengine.inference.decoder import DecoderPass
+from zengine.inference.recognize import NotRecognized, recognize
+from zengine.inference.structure import MLP, FusedQKV, MLPInput, RotaryStyle
+from zengine.inference.verify import verify
+
+FORMS: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "learnt positions": {"rotary": False},
+    "a soft cap": {"softcap": 2.0},
+    "a window": {"window": 5},
+    "in parallel": {"parallel": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_decoder_is_recognized_by_what_it_computes(form: str, dtype: torch.dtype) -> None:
+    subject = model(**FORMS[form]).to(dtype)
+    decoder = recognize(subject)
+    attention = decoder.blocks[1].attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_size) == (HEADS, HEADS, SIZE)
+    assert attention.fused is FusedQKV.STACKED
+    assert (attention.softcap, attention.window) == (FORMS[form].get("softcap", 0.0), FORMS[form].get("window", 0))
+    if form == "learnt positions":
+        assert (attention.rotary, decoder.max_positions) == (None, TIME)
+    else:
+        assert attention.rotary is not None
+        assert (attention.rotary.style, attention.rotary.size) == (RotaryStyle.NEIGHBOURS, SIZE)
+    kind = MLPInput.BLOCK if form == "in parallel" else MLPInput.RESIDUAL
+    assert [block.mlp_input for block in decoder.blocks] == [kind] * 2
+    assert all(isinstance(block.mlp, MLP) for block in decoder.blocks)
+    verified = verify(decoder, subject, num_tokens=48)
+    assert max(verified.prompt_error, verified.decode_error) < (1e-12 if dtype is torch.float64 else 2e-6)
+
+
+def test_the_decoder_follows_the_weights_of_the_module() -> None:
+    subject = model()
+    decoder = recognize(subject)
+    with torch.no_grad():
+        subject.blocks[0].qkv.weight.mul_(0.5)
+        subject.head.weight.add_(0.1)
+    verify(decoder, subject)
+
+
+def test_observing_leaves_no_hook_and_no_gradient() -> None:
+    subject = model()
+    before = copy.deepcopy(subject.state_dict())
+    recognize(subject)
+    assert all(torch.equal(before[name], value) for name, value in subject.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in subject.modules())
+    assert all(param.grad is None for param in subject.parameters())
+
+
+class Mixture(nn.Module):
+    """Two experts, chosen for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.route(x).argmax(-1, keepdim=True)
+        return torch.where(chosen == 0, self.experts[0](x), self.experts[1](x)).relu()
+
+
+class MixedBlock(Block):
+    """A block whose MLP is a module of its own."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        del self.grow, self.shrink
+        self.mixture = Mixture()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parts = self.qkv(self.one(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mixture(self.two(x))
+
+
+def test_an_mlp_of_another_kind_is_called_as_it_is() -> None:
+    subject = model(block=MixedBlock)
+    decoder = recognize(subject)
+    assert all(isinstance(block.mlp, Mixture) for block in decoder.blocks)
+    assert decoder.opaque == ("blocks.0.mlp", "blocks.1.mlp")
+    verify(decoder, subject)
+
+
+class Bidirectional(Block):
+    """Attention that sees later tokens, too."""
+
+    def seen(self, time: int) -> Tensor:
+        return torch.ones(time, time, dtype=torch.bool)
+
+
+class Wider(Block):
+    """A block that adds three times what its MLP wrote."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return 3 * super().forward(x, cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Bidirectional, r"blocks\.0: what blocks\.0\.out reads is no causal attention of what blocks\.0\.qkv wrote"),
+        (Wider, r"blocks\.0 does not return the sum of its input, attention and MLP"),
+    ],
+)
+def test_what_is_no_decoder_is_said_with_its_place(block: type[Block], message: str) -> None:
+    with pytest.raises(NotRecognized, match=message):
+        recognize(model(block=block))
+
+
+def test_models_without_blocks_or_tokens_are_rejected() -> None:
+    with pytest.raises(NotRecognized, match="Linear has no embedding of tokens"):
+        recognize(nn.Linear(3, 3).eval())
+    with pytest.raises(NotRecognized, match=r"Sequential has no list of blocks"):
+        recognize(nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 5)).eval())
+    with pytest.raises(ValueError, match="needs a model in eval mode"):
+        recognize(model().train())
+
+
+def test_verification_finds_a_wrong_decoder() -> None:
+    subject = model()
+    decoder = recognize(subject)
+    subject.blocks[1].shrink.bias = nn.Parameter(torch.ones(WIDTH))  # another tensor: the decoder keeps the old one
+    with pytest.raises(NotRecognized, match="the decoder made from Model differs from it"):
+        verify(decoder, subject)
+
+
+def test_a_prompt_in_parts_gives_the_logits_of_the_whole() -> None:
+    subject = model(window=7)
+    steps = DecoderPass(decoder := recognize(subject), KVCache.create(decoder, 2, TIME))
+    ids = torch.randint(0, VOCABULARY, (30,), generator=torch.Generator().manual_seed(3))
+    steps.forward(ids[:11], 1)
+    steps.forward(ids[11:12], 1)
+    with torch.no_grad():
+        wanted = subject(ids[None])[0, -1]
+    assert torch.allclose(steps.forward(ids[12:], 1), wanted, atol=1e-4)
+
+
+def test_a_full_slot_raises_and_keeps_what_it_holds() -> None:
+    decoder = recognize(model())
+    steps = DecoderPass(decoder, KVCache.create(decoder, 1, 8))
+    steps.forward(torch.arange(6), 0)
+    with pytest.raises(ValueError, match=r"6 tokens and 3 more do not fit into a cache of 8"):
+        steps.forward(torch.arange(3), 0)
+    assert steps.cache.lengths == [6]
+    with pytest.raises(ValueError, match="exceeds the 64 positions that the model has learnt"):
+        KVCache.create(recognize(model(rotary=False)), 1, TIME + 1)

@@ -1,0 +1,104 @@
+"""Products with quantized weights.
+
+`linear` is torch.nn.functional.linear for weights of any kind: quantized, packed, or plain.  On CPUs with the
+kernels, a product with an integer format quantizes the activation (8 bits in blocks of 32) and multiplies integers;
+elsewhere torch multiplies the same rounded activation by the dequantized weight, which differs only by the rounding
+of float32 sums.  Formats without integers (NF4, Fp8, Q4_K, Q6_K) are dequantized, and the activation is not rounded.
+
+`linear_many` multiplies one activation by several weights: it is quantized once, and all rows form one list of work.
+
+A token's output depends on its activation and the weight only, bit for bit: not on other tokens, threads or the
+instruction set, if the kernels are used.
+
+Backward passes through x, with the dequantized weight; weights are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zprecision.quant.activations import round_activations
+from zprecision.quant.panels import PackedTensor, product_format
+from zprecision.quant.tensor import QuantizedTensor
+
+__all__ = ["Weight", "linear", "linear_many"]
+
+Weight: TypeAlias = QuantizedTensor | PackedTensor | Tensor
+_PANEL_NUMEL = 2**22  # weights that are dequantized at a time
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, in the dtype of x.
+
+    x: (..., in_features) of a floating dtype, on the device of the weight. weight: (out_features, in_features). bias:
+    (out_features,) or None. Raises ValueError for shapes that do not fit.
+    """
+    return linear_many(x, [weight], [bias])[0]
+
+
+def linear_many(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+    """Return `linear(x, weight, bias)` for every weight: the same bits, in one pass over a list of matrices."""
+    biases = [None] * len(weights) if biases is None else biases
+    for weight, bias in zip(weights, biases, strict=True):
+        _check(x, weight, bias)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return [_apply(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return _products(x, weights, biases)
+
+
+def _apply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    product: Tensor = _QuantizedProduct.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return product
+
+
+def _check(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    shape = tuple(weight.shape)
+    if len(shape) != 2 or not x.dim() or x.shape[-1] != shape[-1]:
+        raise ValueError(
+            f"linear: x is {tuple(x.shape)} and the weight {shape}; it must be (out_features, in_features)"
+        )
+    if bias is not None and tuple(bias.shape) != shape[:1]:
+        raise ValueError(f"linear: bias is {tuple(bias.shape)} and must be {shape[:1]}")
+    if not x.is_floating_point():
+        raise TypeError(f"linear: x is {x.dtype}; pass a floating dtype")
+
+
+def _products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    return [_by_torch(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _by_torch(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    if isinstance(weight, PackedTensor):
+        weight = weight.unpack()
+    inputs = x.float() if product_format(weight.format) is None else round_activations(x)
+    rows = max(1, _PANEL_NUMEL // max(1, weight.shape[1]))
+    parts = [
+        torch.nn.functional.linear(
+            inputs, weight.narrow(0, first, min(rows, weight.shape[0] - first)).dequantize(torch.float32)
+        )
+        for first in range(0, weight.shape[0], rows)
+    ]
+    product = torch.cat(parts, dim=-1) if parts else inputs.new_zeros(*x.shape[:-1], 0)
+    return (product if bias is None else product + bias).to(x.dtype)
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    """A product that is differentiable in x and in the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return _products(x, [weight], [bias])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        weight = ctx.weight if isinstance(ctx.weight, Tensor) else ctx.weight.dequantize(grad.dtype)
+        for_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight.to(grad.dtype), None, for_bias

@@ -1,0 +1,175 @@
+"""Packed weights: the order of bytes that the product kernels read.
+
+A core reads memory slower than it multiplies, so a product with one token must read every byte once, in order, and
+need no reordering in registers.  Sixteen rows form a panel.  A panel is a sequence of groups; a group has the scales
+of its 16 rows, their minima, if any, and its codes: vectors of 64 bytes whose lane r, 4 bytes, belongs to row r.
+
+    8 bits   vector j of a block of 32: unsigned codes 4j .. 4j+3
+    4 bits   vector j of a block of 32: codes 8j .. 8j+3 in the low nibbles, 8j+4 .. 8j+7 in the high ones
+
+So each lane sums one row, scales are loaded as one vector, and nothing is added across lanes.  The order is the same
+for every instruction set: a packed file serves all machines.
+
+`pack` is exact and `unpack` its inverse.  Rejected: packing inside `quantize` (rows could not be cut by views any
+more), and keeping both (twice the memory).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from zprecision.quant.decode import integer_codes
+from zprecision.quant.formats import BLOCK, Format, Integers, format_name, integers
+from zprecision.quant.layout import join_nibbles, padded, unflatten
+from zprecision.quant.tensor import QuantizedTensor, checked, read_header, write_header
+
+__all__ = ["PANEL_ROWS", "PackedTensor", "pack", "packed_once", "product_format"]
+
+PANEL_ROWS = 16
+_LANE = 4  # codes of one row in a vector
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class PackedTensor:
+    """A quantized matrix in the order of the product kernels; made by `pack`."""
+
+    format: Format
+    shape: tuple[int, int]  # logical: (out_features, in_features)
+    dtype: torch.dtype  # of the tensor that was quantized
+    data: Tensor  # (bytes,) uint8: the panels, one after the other
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes."""
+        return self.data.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Return its device."""
+        return self.data.device
+
+    def unpack(self) -> QuantizedTensor:
+        """Return the quantized tensor that was packed, bit for bit."""
+        return _unpack(self)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values, in `dtype`, by default that of the tensor that was quantized."""
+        return self.unpack().dequantize(dtype)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return plain tensors, as `QuantizedTensor.state_dict`: a packed file needs no packing when it is loaded."""
+        return {"header": write_header(self.format, self.shape, self.dtype), "panels": self.data}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> PackedTensor:
+        """Return the tensor of a `state_dict`.  Trusts nothing: raises ValueError for parts that do not fit."""
+        format, shape, dtype = read_header(state)
+        data = state.get("panels")
+        form = product_format(format)
+        if form is None or len(shape) != 2 or data is None or len(state) != 2:
+            raise ValueError(f"no packed tensor: {format_name(format)} of {shape} with the parts {sorted(state)}")
+        wanted = _num_panels(shape[0]) * _panel_bytes(form, padded(format, shape[1]))
+        if data.dtype != torch.uint8 or tuple(data.shape) != (wanted,):
+            raise ValueError(
+                f"'panels' of {format_name(format)} for the shape {shape} must be uint8 of {(wanted,)}, and is "
+                f"{data.dtype} of {tuple(data.shape)}"
+            )
+        return cls(format=format, shape=(shape[0], shape[1]), dtype=dtype, data=data)
+
+
+def product_format(format: Format) -> Integers | None:
+    """Return the integer format that kernels multiply for `format`; None if there is none."""
+    return integers(format)
+
+
+def pack(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
+    """Return a matrix in the order of the kernels; a format without integer kernels is returned as it is.
+
+    The result is what `linear` reads fastest; drop the argument to keep one copy. Raises ValueError if it has not two
+    dims.
+    """
+    if len(quantized.shape) != 2:
+        raise ValueError(f"pack: a matrix is needed, and the shape is {quantized.shape}; pack each matrix of a stack")
+    form = product_format(quantized.format)
+    if form is None:
+        return quantized
+    rows, columns = quantized.shape
+    codes = _whole_panels(integer_codes(quantized.format, quantized.codes), rows)
+    blocks = codes.view(-1, PANEL_ROWS, codes.shape[-1] // BLOCK, BLOCK)
+    if form.bits == 8:
+        lanes = unflatten(blocks, BLOCK // _LANE, _LANE)
+    else:
+        pairs = unflatten(blocks, BLOCK // _LANE // 2, 2, _LANE)
+        lanes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
+    vectors = lanes.permute(0, 2, 3, 1, 4).flatten(2)  # panel, block, bytes
+    heads = [_head(part, rows) for part in (quantized.scales, quantized.mins) if part is not None]
+    groups = heads[0].shape[1]
+    panels = torch.cat([*heads, vectors.reshape(vectors.shape[0], groups, -1)], dim=-1)
+    return PackedTensor(format=quantized.format, shape=(rows, columns), dtype=quantized.dtype, data=panels.flatten())
+
+
+_packed: weakref.WeakKeyDictionary[QuantizedTensor, PackedTensor | QuantizedTensor] = weakref.WeakKeyDictionary()
+
+
+def packed_once(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
+    """Return `pack(quantized)`, kept as long as the argument lives."""
+    found = _packed.get(quantized)
+    if found is None:
+        found = _packed[quantized] = pack(quantized)
+    return found
+
+
+def _num_panels(rows: int) -> int:
+    return -(-rows // PANEL_ROWS)
+
+
+def _panel_bytes(form: Integers, length: int) -> int:
+    groups = length // form.group if form.group else 1
+    per_scale = 2 if form.group else 4
+    heads = groups * per_scale * (1 if form.is_symmetric else 2)
+    return PANEL_ROWS * (heads + length * form.bits // 8)
+
+
+def _whole_panels(part: Tensor, rows: int) -> Tensor:
+    """Add rows of zeros up to a whole number of panels."""
+    return torch.nn.functional.pad(part, (0, 0, 0, _num_panels(rows) * PANEL_ROWS - rows))
+
+
+def _head(part: Tensor, rows: int) -> Tensor:
+    """Return (panels, groups, bytes) of the scales or minima of 16 rows."""
+    by_panel = _whole_panels(part, rows).view(-1, PANEL_ROWS, part.shape[-1])
+    return by_panel.transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def _unpack(packed: PackedTensor) -> QuantizedTensor:
+    form = product_format(packed.format)
+    assert form is not None
+    rows, length = packed.shape[0], padded(packed.format, packed.shape[1])
+    groups = length // form.group if form.group else 1
+    narrow = torch.float16 if form.group else torch.float32
+    panels = packed.data.view(_num_panels(rows), groups, -1)
+    width = PANEL_ROWS * narrow.itemsize
+    names = ("scales",) if form.is_symmetric else ("scales", "mins")
+    parts = {
+        name: _tail(panels[..., index * width : (index + 1) * width], narrow, rows)
+        for index, name in enumerate(names)
+    }
+    vectors = panels[..., len(names) * width :].reshape(_num_panels(rows), length // BLOCK, -1, PANEL_ROWS, _LANE)
+    lanes = vectors.permute(0, 3, 1, 2, 4)
+    if form.bits == 4:
+        lanes = torch.stack([lanes & 15, lanes >> 4], dim=-2)
+    codes = lanes.reshape(-1, length)[:rows]
+    parts["codes"] = join_nibbles(codes) if form.bits == 4 else codes
+    if form.bits == 8 and form.is_symmetric:
+        parts["codes"] = (codes ^ 128).view(torch.int8)
+    return checked(packed.format, packed.shape, packed.dtype, parts)
+
+
+def _tail(head: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+    values = head.contiguous().view(dtype)  # panels, groups, rows
+    return values.transpose(1, 2).reshape(-1, values.shape[1])[:rows].contiguous()

@@ -1,0 +1,34 @@
+"""`quantize` and `dequantize`, the verbs of block quantization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zprecision.quant.encode import encode
+from zprecision.quant.formats import Format, format_named
+from zprecision.quant.panels import PackedTensor
+from zprecision.quant.tensor import QuantizedTensor, assemble
+
+__all__ = ["dequantize", "quantize"]
+
+
+def quantize(tensor: Tensor, format: Format | str) -> QuantizedTensor:
+    """Return `tensor`, (..., K) of a floating dtype on any device, in `format`: a value, or its text ("int4-g64").
+
+    Groups lie along the last dim. Every row is quantized by itself, so parts of a tensor may be quantized one by one.
+    Raises ValueError for values that are not finite or too large for the scales, TypeError for another dtype.
+    """
+    if not tensor.is_floating_point():
+        raise TypeError(f"quantize: the tensor is {tensor.dtype}; pass a floating dtype")
+    if not tensor.dim():
+        raise ValueError("quantize: the tensor has no dims; groups lie along the last one")
+    form = format_named(format) if isinstance(format, str) else format
+    with torch.no_grad():
+        parts = encode(tensor.detach(), form)
+    return assemble(form, tensor.shape, tensor.dtype, parts)
+
+
+def dequantize(quantized: QuantizedTensor | PackedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the values of a quantized tensor, in `dtype`, by default that of the tensor that was quantized."""
+    return quantized.dequantize(dtype)

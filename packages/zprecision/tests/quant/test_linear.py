@@ -1,0 +1,84 @@
+"""Products with quantized weights, against products with their dequantized values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import zprecision as zp
+
+Normal = Callable[..., Tensor]
+
+
+def test_a_product_is_that_of_the_values_up_to_the_rounding_of_the_activation(
+    format: zp.Format, normal: Normal
+) -> None:
+    weight, bias, x = normal(40, 320), normal(40, seed=1), normal(2, 3, 320, seed=2)
+    quantized = zp.quantize(weight, format)
+    exact = torch.nn.functional.linear(x.double(), quantized.dequantize(torch.float64), bias.double())
+    codes, scales = zp.quantize_activations(x)
+    bound = (scales / 2) @ quantized.dequantize().abs().view(40, 10, 32).sum(-1).T + 1e-4
+    for form in (quantized, zp.pack(quantized)):
+        product = zp.linear(x, form, bias)
+        assert product.shape == (2, 3, 40)
+        assert ((product - exact).abs() <= bound).all()
+    assert codes.shape == (2, 3, 10, 32)
+
+
+def test_a_plain_weight_is_read_where_it_lies(normal: Normal) -> None:
+    weight, x = normal(24, 100), normal(3, 100, seed=1)
+    assert torch.allclose(zp.linear(x, weight), x @ weight.T, atol=1e-4)
+    assert torch.allclose(zp.linear(x, weight.bfloat16()), x @ weight.bfloat16().float().T, atol=1e-4)
+
+
+def test_many_products_are_single_ones_bit_for_bit(normal: Normal) -> None:
+    x, bias = normal(3, 128), normal(48, seed=3)
+    weights = [zp.quantize(normal(48, 128, seed=9), name) for name in ("int4", "int8", "nf4")]
+    together = zp.linear_many(x, weights, [None, bias, None])
+    alone = [zp.linear(x, weights[0]), zp.linear(x, weights[1], bias), zp.linear(x, weights[2])]
+    assert all(map(torch.equal, together, alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_product_has_the_dtype_of_the_activation(dtype: torch.dtype, normal: Normal) -> None:
+    weight, x = zp.quantize(normal(16, 64), "int8"), normal(2, 64, seed=1).to(dtype)
+    assert torch.equal(zp.linear(x, weight), zp.linear(x.float(), weight).to(dtype))
+
+
+def test_a_block_that_is_not_finite_makes_its_outputs_nan_and_no_others(normal: Normal) -> None:
+    x = normal(2, 64)
+    x[0, 40] = torch.inf
+    product = zp.linear(x, zp.quantize(normal(8, 64), "int4"))
+    assert product[0].isnan().all()
+    assert product[1].isfinite().all()
+
+
+def test_gradients_pass_through_the_activation_and_the_bias(normal: Normal) -> None:
+    weight, bias = zp.quantize(normal(16, 64), "nf4"), normal(16).requires_grad_()
+    x = normal(3, 64, seed=1).requires_grad_()
+    zp.linear(x, weight, bias).square().sum().backward()
+    again, biased = x.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
+    torch.nn.functional.linear(again, weight.dequantize(), biased).square().sum().backward()
+    assert x.grad is not None
+    assert bias.grad is not None
+    assert torch.allclose(x.grad, again.grad, atol=1e-3)
+    assert torch.allclose(bias.grad, biased.grad, atol=1e-3)
+
+
+def test_no_tokens_and_no_rows_give_empty_products(normal: Normal) -> None:
+    weight = zp.quantize(normal(16, 64), "int4")
+    assert zp.linear(torch.ones(0, 64), weight).shape == (0, 16)
+    assert zp.linear(torch.ones(2, 64), weight.narrow(0, 0, 0)).shape == (2, 0)
+
+
+def test_shapes_that_do_not_fit_are_rejected(normal: Normal) -> None:
+    weight = zp.quantize(normal(16, 64), "int4")
+    with pytest.raises(ValueError, match=r"x is \(2, 32\) and the weight \(16, 64\)"):
+        zp.linear(torch.ones(2, 32), weight)
+    with pytest.raises(ValueError, match=r"bias is \(15,\) and must be \(16,\)"):
+        zp.linear(torch.ones(2, 64), weight, torch.ones(15))
+    with pytest.raises(TypeError, match=r"x is torch\.int64"):
+        zp.linear(torch.ones(2, 64, dtype=torch.int64), weight)

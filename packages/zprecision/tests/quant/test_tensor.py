@@ -1,0 +1,87 @@
+"""Quantized tensors: cuts between groups, and plain tensors for files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zprecision as zp
+
+Normal = Callable[..., Tensor]
+
+
+def test_a_cut_has_the_values_of_the_whole(format: zp.Format, normal: Normal) -> None:
+    quantized = zp.quantize(normal(4, 6, 768), format)
+    values = quantized.dequantize()
+    assert torch.equal(quantized.narrow(1, 2, 3).dequantize(), values[:, 2:5])
+    assert torch.equal(quantized.narrow(-1, 256, 512).narrow(0, 1, 2).dequantize(), values[1:3, :, 256:])
+    assert isinstance(quantized, zp.Quantized)
+
+
+def test_the_last_cut_may_end_with_the_row(format: zp.Format, normal: Normal) -> None:
+    quantized = zp.quantize(normal(3, 600), format)
+    assert torch.equal(quantized.narrow(1, 256, 344).dequantize(), quantized.dequantize()[:, 256:])
+
+
+def test_groups_and_dims_are_not_cut_through(normal: Normal) -> None:
+    quantized = zp.quantize(normal(2, 256), zp.Int4(group=64))
+    with pytest.raises(ValueError, match=r"narrow\(1, 32, 64\): int4-g64 is cut at multiples of 64 elements"):
+        quantized.narrow(1, 32, 64)
+    with pytest.raises(ValueError, match=r"narrow\(0, 1, 2\): the dim has 2 elements"):
+        quantized.narrow(0, 1, 2)
+
+
+def test_plain_tensors_bring_it_back(format: zp.Format, normal: Normal) -> None:
+    quantized = zp.quantize(normal(5, 96).half(), format)
+    again = zp.QuantizedTensor.from_state_dict(quantized.narrow(0, 1, 3).state_dict())
+    assert (again.format, again.shape, again.dtype) == (format, (3, 96), torch.float16)
+    assert torch.equal(again.dequantize(), quantized.dequantize()[1:4])
+
+
+def header(**changes: Any) -> Tensor:
+    text = json.dumps({"format": "int4", "shape": [2, 64], "dtype": "float32"} | changes)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"header": header(format="int3")}, "damaged: 'int3' names no format"),
+        ({"header": header(shape=[2, -64])}, r"the shape \[2, -64\]: it must list integers"),
+        ({"header": header(shape=[2, 1 << 62])}, "'codes' of int4 for the shape"),
+        ({"header": header(dtype="int8")}, "damaged: 'int8'"),
+        ({"header": header()[:-3]}, "damaged"),
+        ({"header": torch.zeros(100_000, dtype=torch.uint8)}, "no quantized tensor"),
+        ({"codes": torch.zeros(2, 31, dtype=torch.uint8)}, r"'codes' .* must be torch.uint8 of \(2, 32\)"),
+        ({"scales": torch.zeros(2, 2)}, r"'scales' .* must be torch.float16"),
+        ({"mins": torch.zeros(2, 2)}, r"has the parts \['codes', 'scales'\]"),
+    ],
+)
+def test_damaged_tensors_are_named(changes: dict[str, Tensor], message: str, normal: Normal) -> None:
+    state = zp.quantize(normal(2, 64), "int4").state_dict()
+    with pytest.raises(ValueError, match=message):
+        zp.QuantizedTensor.from_state_dict(state | changes)
+
+
+def test_packing_is_exact(format: zp.Format, normal: Normal) -> None:
+    quantized = zp.quantize(normal(21, 288), format)
+    packed = zp.pack(quantized)
+    assert torch.equal(packed.dequantize(), quantized.dequantize())
+    if isinstance(packed, zp.PackedTensor):
+        again = zp.PackedTensor.from_state_dict(packed.state_dict()).unpack()
+        assert all(torch.equal(part, again.parts()[name]) for name, part in quantized.parts().items())
+
+
+def test_packed_tensors_are_checked(normal: Normal) -> None:
+    state = zp.pack(zp.quantize(normal(16, 64), "int4")).state_dict()
+    with pytest.raises(ValueError, match=r"'panels' of int4 for the shape \(16, 64\) must be uint8 of \(576,\)"):
+        zp.PackedTensor.from_state_dict(state | {"panels": torch.zeros(575, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match="no packed tensor: q4_k"):
+        zp.PackedTensor.from_state_dict(state | {"header": header(format="q4_k")})
+    with pytest.raises(ValueError, match=r"a matrix is needed, and the shape is \(2, 3, 64\)"):
+        zp.pack(zp.quantize(normal(2, 3, 64), "int4"))
