@@ -201,16 +201,23 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 #endif
 
 /* Where 64 registers do not hold the loads of all runs, those of a run wait until the run before is computed; and where
- * they do not hold the coefficients either, each element reads these again. */
-#if ZK_RULE == ZK_LAMB || (ZK_STATE == ZK_Q8 && (ZK_STATES == 3 || ZK_WEIGHT == ZK_SPLIT))
+ * they do not hold the coefficients either, each element reads these again.  From 10.0 on ptxas needs more registers;
+ * three blocks leave 80. */
+#if ZK_RULE == ZK_LAMB || (ZK_STATE == ZK_Q8 && (ZK_STATES == 3 || ZK_WEIGHT == ZK_SPLIT)) || \
+    (__CUDA_ARCH__ >= 1000 && (ZK_STATE == ZK_Q8 || ZK_WEIGHT == ZK_SPLIT))
 #define ZK_ONE_AHEAD 1
 #else
 #define ZK_ONE_AHEAD 0
 #endif
-#if ZK_STATE == ZK_Q8 && ZK_STATES == 3 && (ZK_WEIGHT == ZK_SPLIT || __CUDA_ARCH__ >= 1000)
+#if ZK_STATE == ZK_Q8 && ZK_STATES == 3 && ZK_WEIGHT == ZK_SPLIT
 #define ZK_NEXT_ELEMENT ZK_FENCE
 #else
 #define ZK_NEXT_ELEMENT
+#endif
+#if ZK_STATE == ZK_Q8 && ZK_STATES == 3 && __CUDA_ARCH__ >= 1000
+#define ZK_BLOCKS 3
+#else
+#define ZK_BLOCKS 4
 #endif
 
 #define ZK_EACH (4 * ZK_RUNS)
@@ -506,7 +513,7 @@ ZK_FN void update_group(const zk_block *b, zk_place w, const int whole) {
   for (int k = 0; k < ZK_STATES; k++) store_state(b, k, w, whole, x[k]);
 }
 
-ZK_KERNEL(4, zk_update, zk_step_args) {
+ZK_KERNEL(ZK_BLOCKS, zk_update, zk_step_args) {
   ZK_SHARED zk_block block;
   if (is_skipped(a.found_inf)) return;
   begin(&a, &block);
