@@ -36,6 +36,11 @@ int shim_run(void (*body)(const void *), int64_t num_blocks, const void *args);
 #define ZK_UNROLL_16
 #define ZK_NO_UNROLL
 #define ZK_FENCE
+#define zk_lower_halves(a, b) (((a) & 0xffffu) | (b) << 16)
+#define zk_upper_halves(a, b) ((a) >> 16 | ((b) & 0xffff0000u))
+static inline __attribute__((unused)) uint32_t zk_odd_bytes(uint32_t a, uint32_t b) {
+  return (a >> 8 & 255u) | (a >> 24) << 8 | (b >> 8 & 255u) << 16 | (b >> 24) << 24;
+}
 
 /* The sanitizer checks the alignment of these. */
 static inline __attribute__((unused)) void zk_load16(uint64_t from, uint32_t *x) {

@@ -128,16 +128,24 @@ ZK_FN float element(const int format, uint64_t address, int64_t i) {
   return zk_from_f16(((const uint16_t *)address)[i]);
 }
 
-/* Sum the squares of a thread's elements of a span: every 256th. */
-ZK_FN double squares(const int format, uint64_t address, int64_t from, int64_t to) {
+/* Sum the squares of a thread's elements of a span: every 256th.  A whole span needs no bounds, so its loads are in
+ * flight together. */
+ZK_FN double squares(const int format, const int whole, uint64_t address, int left) {
   double sum = 0;
   ZK_UNROLL_16
   for (int k = 0; k < ZK_SPAN / ZK_THREADS; k++) {
-    const int64_t i = from + k * ZK_THREADS;
-    float x = i < to ? element(format, address, i) : 0.0f;
+    const int i = k * ZK_THREADS;
+    float x = whole || i < left ? element(format, address, i) : 0.0f;
     sum += (double)x * (double)x;
   }
   return sum;
+}
+
+ZK_FN double squares_of(const int format, const int width, uint64_t address, int64_t from, int64_t numel) {
+  const int64_t left = numel - from;
+  address += (uint64_t)from * width;
+  if (left > ZK_SPAN - ZK_THREADS) return squares(format, 1, address, 0);
+  return squares(format, 0, address, (int)left);
 }
 
 /* One partial sum for each item, in double, where no square of a float overflows or underflows. */
@@ -148,11 +156,11 @@ ZK_KERNEL(4, zk_squares, zk_squares_args) {
   const int thread = (int)threadIdx.x;
   const int64_t from = (int64_t)item.chunk * ZK_SPAN + thread;
   if (row.format == ZK_F32)
-    lane[thread] = squares(ZK_F32, row.address, from, row.numel);
+    lane[thread] = squares_of(ZK_F32, 4, row.address, from, row.numel);
   else if (row.format == ZK_BF16)
-    lane[thread] = squares(ZK_BF16, row.address, from, row.numel);
+    lane[thread] = squares_of(ZK_BF16, 2, row.address, from, row.numel);
   else
-    lane[thread] = squares(ZK_F16, row.address, from, row.numel);
+    lane[thread] = squares_of(ZK_F16, 2, row.address, from, row.numel);
   add_lanes(lane);
   if (thread == 0) ((double *)a.partials)[blockIdx.x] = lane[0];
 }
@@ -183,7 +191,7 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 
 #if ZK_RULE == ZK_LAMB || ZK_STATE == ZK_Q8
 #define ZK_RUNS 2 /* a whole ZK_BLOCK */
-#define ZK_APART 1 /* one run after the other, which needs fewer registers */
+#define ZK_APART 1 /* the weights of a run are stored before the next run is computed, which needs fewer registers */
 #elif (ZK_STATE == ZK_BF16 || ZK_STATE == ZK_F16) && ZK_STATES < 3 && ZK_COPY == ZK_NONE
 #define ZK_RUNS 2 /* short elements: two accesses of each stream in flight */
 #define ZK_APART 0
@@ -192,16 +200,24 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 #define ZK_APART 0
 #endif
 
-/* Barriers to the compiler: without them it loads more, earlier, than 64 registers hold. */
-#if ZK_APART
-#define ZK_NEXT_RUN ZK_FENCE
+/* Where 64 registers do not hold the loads of all runs, those of a run wait until the run before is computed; and where
+ * they do not hold the coefficients either, each element reads these again.  From 10.0 on ptxas needs more registers;
+ * three blocks leave 80. */
+#if ZK_RULE == ZK_LAMB || (ZK_STATE == ZK_Q8 && (ZK_STATES == 3 || ZK_WEIGHT == ZK_SPLIT)) || \
+    (__CUDA_ARCH__ >= 1000 && (ZK_STATE == ZK_Q8 || ZK_WEIGHT == ZK_SPLIT))
+#define ZK_ONE_AHEAD 1
 #else
-#define ZK_NEXT_RUN
+#define ZK_ONE_AHEAD 0
 #endif
-#if ZK_APART && (ZK_STATES == 3 || ZK_WEIGHT == ZK_SPLIT)
+#if ZK_STATE == ZK_Q8 && ZK_STATES == 3 && ZK_WEIGHT == ZK_SPLIT
 #define ZK_NEXT_ELEMENT ZK_FENCE
 #else
 #define ZK_NEXT_ELEMENT
+#endif
+#if ZK_STATE == ZK_Q8 && ZK_STATES == 3 && __CUDA_ARCH__ >= 1000
+#define ZK_BLOCKS 3
+#else
+#define ZK_BLOCKS 4
 #endif
 
 #define ZK_EACH (4 * ZK_RUNS)
@@ -209,10 +225,16 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 #define ZK_FOUR(j) ZK_UNROLL for (int j = 0; j < 4; j++)
 #define ZK_EVERY_RUN(r) ZK_UNROLL for (int r = 0; r < ZK_RUNS; r++)
 
-/* The position of a thread: its warp has the `n` elements from `at` on, a whole group in the fast case. */
+/* What a block works on, in shared memory: one chunk of a row. */
 typedef struct {
-  int64_t at;
-  int n, lane;
+  zk_row row; /* addresses and numel are those of the chunk, which need 32-bit offsets */
+  zk_coef coef;
+  uint32_t seed[4]; /* of stochastic rounding: of the weight and the states */
+} zk_block;
+
+/* The position of a thread: its warp has the `n` elements of the chunk from `at` on, a whole group in the fast case. */
+typedef struct {
+  int at, n, lane;
 } zk_place;
 
 /* Element j of run r of a thread, counted from the start of its group. */
@@ -227,112 +249,148 @@ ZK_FN int is_mine(zk_place w, int r, int j, const int whole) { return whole || o
 /* An address, read from shared memory at each use: ten of them would fill twenty registers. */
 ZK_FN uint64_t stream(const uint64_t *address) { return *(const volatile uint64_t *)address; }
 
-/* Load the bits of run r of a stream; elements beyond the end of the row are 0. */
-ZK_FN void fetch(const int width, const uint64_t *address, zk_place w, int r, const int whole, uint32_t *raw) {
-  const uint64_t from = stream(address) + (uint64_t)(w.at + offset(w, r, 0, whole)) * width;
-  uint32_t x[4];
+/* The address of a thread's first element of a group; its run r follows 128 * r elements later. */
+ZK_FN uint64_t first(const int width, const uint64_t *address, zk_place w, const int whole) {
+  return stream(address) + (uint64_t)(uint32_t)(w.at + offset(w, 0, 0, whole)) * width;
+}
+
+/* Load a run from `from`: `width` words that hold it, of a whole group; else an element a word, 0 beyond the end. */
+ZK_FN void fetch(const int width, uint64_t from, zk_place w, int r, const int whole, uint32_t *words) {
+  from += (uint64_t)(uint32_t)(128 * r * width);
   if (whole && width == 4) {
-    zk_load16(from, raw);
+    zk_load16(from, words);
   } else if (whole && width == 2) {
-    zk_load8(from, x);
-    raw[0] = x[0] & 0xffffu, raw[1] = x[0] >> 16, raw[2] = x[1] & 0xffffu, raw[3] = x[1] >> 16;
+    zk_load8(from, words);
   } else if (whole) {
-    zk_load4(from, x);
-    raw[0] = x[0] & 255u, raw[1] = x[0] >> 8 & 255u, raw[2] = x[0] >> 16 & 255u, raw[3] = x[0] >> 24;
+    zk_load4(from, words);
   } else {
     ZK_FOUR(j) {
-      raw[j] = 0;
+      words[j] = 0;
       if (is_mine(w, r, j, 0))
-        raw[j] = width == 4   ? ((const uint32_t *)from)[32 * j]
-                 : width == 2 ? ((const uint16_t *)from)[32 * j]
-                              : ((const uint8_t *)from)[32 * j];
+        words[j] = width == 4   ? ((const uint32_t *)from)[32 * j]
+                   : width == 2 ? ((const uint16_t *)from)[32 * j]
+                                : ((const uint8_t *)from)[32 * j];
     }
   }
 }
 
-ZK_FN void put(const int width, const uint64_t *address, zk_place w, int r, const int whole, const uint32_t *raw) {
-  const uint64_t to = stream(address) + (uint64_t)(w.at + offset(w, r, 0, whole)) * width;
+/* Element j of the words of a run. */
+ZK_FN uint32_t element_of(const int width, const int whole, const uint32_t *words, int j) {
+  if (!whole || width == 4) return words[j];
+  if (width == 2) return j & 1 ? words[j / 2] >> 16 : words[j / 2] & 0xffffu;
+  return words[0] >> 8 * j & 255u;
+}
+
+/* Store a run of elements of 4 or 2 bytes; of 2: the upper halves of `raw` if `upper`, else the lower ones. */
+ZK_FN void put(const int width, const int upper, uint64_t to, zk_place w, int r, const int whole, const uint32_t *raw) {
+  to += (uint64_t)(uint32_t)(128 * r * width);
   if (whole && width == 4) {
     zk_store16(to, raw);
-  } else if (whole && width == 2) {
-    const uint32_t x[2] = {raw[0] | raw[1] << 16, raw[2] | raw[3] << 16};
-    zk_store8(to, x);
   } else if (whole) {
-    const uint32_t x = raw[0] | raw[1] << 8 | raw[2] << 16 | raw[3] << 24;
-    zk_store4(to, &x);
+    const uint32_t x[2] = {upper ? zk_upper_halves(raw[0], raw[1]) : zk_lower_halves(raw[0], raw[1]),
+                           upper ? zk_upper_halves(raw[2], raw[3]) : zk_lower_halves(raw[2], raw[3])};
+    zk_store8(to, x);
   } else {
     ZK_FOUR(j) if (is_mine(w, r, j, 0)) {
       if (width == 4)
         ((uint32_t *)to)[32 * j] = raw[j];
-      else if (width == 2)
-        ((uint16_t *)to)[32 * j] = (uint16_t)raw[j];
       else
-        ((uint8_t *)to)[32 * j] = (uint8_t)raw[j];
+        ((uint16_t *)to)[32 * j] = (uint16_t)(upper ? raw[j] >> 16 : raw[j]);
     }
   }
 }
 
+/* Store a run of 8-bit codes, which end at bit 26 of `raw`; of signed ones, the sign is that of x. */
+ZK_FN void put_codes(const int is_signed, uint64_t to, zk_place w, int r, const int whole, const uint32_t *raw,
+                     const float *x) {
+  const int shift = is_signed ? 4 : 5; /* to the upper byte; of two codes at once */
+  uint32_t codes = zk_odd_bytes(zk_upper_halves(raw[0], raw[1]) << shift, zk_upper_halves(raw[2], raw[3]) << shift);
+  if (is_signed) {
+    const uint32_t low = zk_upper_halves(zk_bits(x[0]), zk_bits(x[1]));
+    codes = (codes & 0x7f7f7f7fu) | (zk_odd_bytes(low, zk_upper_halves(zk_bits(x[2]), zk_bits(x[3]))) & 0x80808080u);
+  }
+  to += (uint64_t)(uint32_t)(128 * r);
+  if (whole)
+    zk_store4(to, &codes);
+  else
+    ZK_FOUR(j) if (is_mine(w, r, j, 0)) ((uint8_t *)to)[32 * j] = (uint8_t)(codes >> 8 * j);
+}
+
 /* Runs as float32 ----------------------------------------------------------------------------------- */
 
-ZK_FN void load(const int format, const uint64_t *address, zk_place w, int r, const int whole, float *x) {
-  uint32_t raw[4];
-  fetch(ZK_WIDTH(format), address, w, r, whole, raw);
-  ZK_FOUR(j) x[j] = format == ZK_BF16  ? zk_from_bf16((uint16_t)raw[j])
-                    : format == ZK_F16 ? zk_from_f16((uint16_t)raw[j])
-                                       : zk_float(raw[j]);
+/* What a thread reads of a group, as loaded: every run's loads are in flight before the first is used. */
+typedef struct {
+  uint32_t weight[ZK_RUNS][4], low[ZK_RUNS][4], grad[ZK_RUNS][4], state[3][ZK_RUNS][4];
+  float absmax[3]; /* of states in 8 bits */
+} zk_loaded;
+
+/* Load the runs of a stream from `r` on: all, or one if ZK_ONE_AHEAD. */
+ZK_FN void load_runs(const int width, const uint64_t *address, zk_place w, const int r, const int whole,
+                     uint32_t (*words)[4]) {
+  const uint64_t from = first(width, address, w, whole);
+  ZK_UNROLL
+  for (int k = r; k < (ZK_ONE_AHEAD ? r + 1 : ZK_RUNS); k++) fetch(width, from, w, k, whole, words[k]);
 }
 
-ZK_FN void load_weight(const zk_row *row, zk_place w, int r, const int whole, float *x) {
-  if (ZK_WEIGHT != ZK_SPLIT) {
-    load(ZK_WEIGHT, &row->weight, w, r, whole, x);
-  } else {
-    uint32_t high[4], low[4];
-    fetch(2, &row->weight, w, r, whole, high);
-    fetch(2, &row->remainder, w, r, whole, low);
-    ZK_FOUR(j) x[j] = zk_join((uint16_t)high[j], (int16_t)(uint16_t)low[j]);
-  }
+/* Load what run r needs and is not loaded yet. */
+ZK_FN void load_ahead(const zk_block *b, zk_place w, const int r, const int whole, const int with_grad, zk_loaded *l) {
+  if (r && !ZK_ONE_AHEAD) return;
+  if (r) { ZK_FENCE; }
+  ZK_UNROLL
+  for (int k = 0; k < ZK_STATES; k++)
+    if (ZK_STATE == ZK_Q8 && !r) l->absmax[k] = ((const float *)stream(&b->row.scale[k]))[w.at / ZK_BLOCK];
+  load_runs(ZK_WIDTH(ZK_WEIGHT), &b->row.weight, w, r, whole, l->weight);
+  if (ZK_WEIGHT == ZK_SPLIT) load_runs(2, &b->row.remainder, w, r, whole, l->low);
+  if (with_grad) load_runs(ZK_WIDTH(ZK_GRAD), &b->row.grad, w, r, whole, l->grad);
+  ZK_UNROLL
+  for (int k = 0; k < ZK_STATES; k++) load_runs(ZK_WIDTH(ZK_STATE), &b->row.state[k], w, r, whole, l->state[k]);
 }
 
-ZK_FN void store_weight(const zk_row *row, const zk_coef *c, zk_place w, int r, const int whole, const float *x) {
-  uint32_t raw[4];
-  const uint32_t seed = zk_seed(c->seed, 0);
-  ZK_FOUR(j) raw[j] = ZK_WEIGHT == ZK_BF16    ? zk_to_bf16_stochastic(x[j], seed)
-                      : ZK_WEIGHT == ZK_F16   ? zk_to_f16_nearest(x[j])
-                      : ZK_WEIGHT == ZK_SPLIT ? zk_split_high(x[j])
-                                              : zk_bits(x[j]);
-  put(ZK_WIDTH(ZK_WEIGHT), &row->weight, w, r, whole, raw);
-  if (ZK_WEIGHT == ZK_SPLIT) {
-    ZK_FOUR(j) raw[j] = (uint16_t)zk_split_low(x[j]);
-    put(2, &row->remainder, w, r, whole, raw);
-  }
-  if (ZK_COPY != ZK_NONE) {
-    ZK_FOUR(j) raw[j] = ZK_COPY == ZK_BF16 ? zk_to_bf16_nearest(x[j]) : zk_to_f16_nearest(x[j]);
-    put(2, &row->copy, w, r, whole, raw);
-  }
+ZK_FN float decoded(const int format, const int whole, const uint32_t *words, int j) {
+  const uint32_t raw = element_of(ZK_WIDTH(format), whole, words, j);
+  return format == ZK_BF16  ? zk_from_bf16((uint16_t)raw)
+         : format == ZK_F16 ? zk_from_f16((uint16_t)raw)
+                            : zk_float(raw);
+}
+
+ZK_FN float weight_of(const zk_loaded *l, int r, int j, const int whole) {
+  if (ZK_WEIGHT != ZK_SPLIT) return decoded(ZK_WEIGHT, whole, l->weight[r], j);
+  return zk_join((uint16_t)element_of(2, whole, l->weight[r], j), (int16_t)(uint16_t)element_of(2, whole, l->low[r], j));
 }
 
 /* Whether state `k` is a second moment: not negative, and stored as its root in 8 bits. */
 ZK_FN int is_square(const int k) { return ZK_SQUARES >> k & 1; }
 
-ZK_FN void load_state(const zk_row *row, const int k, zk_place w, int r, const int whole, float *x) {
-  if (ZK_STATE != ZK_Q8) {
-    load(ZK_STATE, &row->state[k], w, r, whole, x);
-  } else {
-    uint32_t raw[4];
-    const float absmax = ((const float *)stream(&row->scale[k]))[w.at / ZK_BLOCK];
-    fetch(1, &row->state[k], w, r, whole, raw);
-    ZK_FOUR(j) {
-      const uint8_t code = (uint8_t)raw[j];
-      x[j] = is_square(k) ? zk_from_q8_root(code, absmax) : zk_from_q8_signed(code, absmax);
-    }
+ZK_FN float state_of(const zk_loaded *l, const int k, int r, int j, const int whole) {
+  if (ZK_STATE != ZK_Q8) return decoded(ZK_STATE, whole, l->state[k][r], j);
+  const uint32_t code = element_of(1, whole, l->state[k][r], j);
+  return is_square(k) ? zk_from_q8_root(code, l->absmax[k]) : zk_from_q8_signed(code, l->absmax[k]);
+}
+
+ZK_FN void store_weight(const zk_block *b, zk_place w, int r, const int whole, const float *x) {
+  uint32_t raw[4];
+  ZK_FOUR(j) raw[j] = ZK_WEIGHT == ZK_BF16    ? zk_bf16_top_stochastic(x[j], b->seed[0])
+                      : ZK_WEIGHT == ZK_F16   ? zk_to_f16_nearest(x[j])
+                      : ZK_WEIGHT == ZK_SPLIT ? zk_split_top(x[j])
+                                              : zk_bits(x[j]);
+  const int width = ZK_WIDTH(ZK_WEIGHT);
+  put(width, ZK_WEIGHT != ZK_F16, first(width, &b->row.weight, w, whole), w, r, whole, raw);
+  if (ZK_WEIGHT == ZK_SPLIT) {
+    ZK_FOUR(j) raw[j] = (uint16_t)zk_split_low(x[j]);
+    put(2, 0, first(2, &b->row.remainder, w, whole), w, r, whole, raw);
+  }
+  if (ZK_COPY != ZK_NONE) {
+    ZK_FOUR(j) raw[j] = ZK_COPY == ZK_BF16 ? zk_to_bf16_nearest(x[j]) : zk_to_f16_nearest(x[j]);
+    put(2, 0, first(2, &b->row.copy, w, whole), w, r, whole, raw);
   }
 }
 
-/* The largest magnitude of a group, in every thread of its warp, by bit patterns, which order alike. */
-ZK_FN float largest(zk_place w, const int whole, const float *x) {
+/* The largest magnitude of a group, in every thread of its warp, by bit patterns, which order alike.  Only a NaN among
+ * the roots of second moments can have a sign. */
+ZK_FN float largest(zk_place w, const int k, const int whole, const float *x) {
   uint32_t most = 0;
   ZK_EVERY_RUN(r) ZK_FOUR(j) {
-    uint32_t u = is_mine(w, r, j, whole) ? zk_bits(x[4 * r + j]) & 0x7fffffffu : 0u;
+    uint32_t u = is_mine(w, r, j, whole) ? zk_bits(x[4 * r + j]) & (is_square(k) ? 0xffffffffu : 0x7fffffffu) : 0u;
     most = u > most ? u : most;
   }
   ZK_UNROLL
@@ -340,35 +398,36 @@ ZK_FN float largest(zk_place w, const int whole, const float *x) {
     uint32_t u = __shfl_xor_sync(0xffffffffu, most, distance);
     most = u > most ? u : most;
   }
-  return zk_float(most);
+  return zk_float(most & 0x7fffffffu);
 }
 
-ZK_FN void store_q8(const zk_row *row, const int k, zk_place w, const int whole, const float *x, uint32_t seed) {
-  const float absmax = largest(w, whole, x);
+ZK_FN void store_q8(const zk_block *b, const int k, zk_place w, const int whole, const float *x) {
+  const float absmax = largest(w, k, whole, x);
   const float factor = zk_q8_factor(absmax);
+  const uint64_t to = first(1, &b->row.state[k], w, whole);
   ZK_EVERY_RUN(r) {
     uint32_t raw[4];
     ZK_FOUR(j) {
       const float y = x[4 * r + j];
-      const uint32_t noise = zk_noise(y, seed);
-      raw[j] = is_square(k) ? zk_to_q8_root(y, factor, noise >> 13) : zk_to_q8_signed(y, factor, noise >> 12);
+      const uint32_t noise = zk_noise(y, b->seed[k + 1]);
+      raw[j] = is_square(k) ? zk_q8_root(y, factor, noise >> 13) : zk_q8_magnitude(y, factor, noise >> 12);
     }
-    put(1, &row->state[k], w, r, whole, raw);
+    put_codes(!is_square(k), to, w, r, whole, raw, x + 4 * r);
   }
-  if (w.lane == 0) ((float *)stream(&row->scale[k]))[w.at / ZK_BLOCK] = absmax < ZK_TINY ? 0.0f : absmax;
+  if (w.lane == 0) ((float *)stream(&b->row.scale[k]))[w.at / ZK_BLOCK] = absmax < ZK_TINY ? 0.0f : absmax;
 }
 
-ZK_FN void store_state(const zk_row *row, const zk_coef *c, const int k, zk_place w, const int whole, const float *x) {
-  const uint32_t seed = zk_seed(c->seed, (uint32_t)k + 1u);
+ZK_FN void store_state(const zk_block *b, const int k, zk_place w, const int whole, const float *x) {
   if (ZK_STATE == ZK_Q8) {
-    store_q8(row, k, w, whole, x, seed);
+    store_q8(b, k, w, whole, x);
   } else {
+    const uint64_t to = first(ZK_WIDTH(ZK_STATE), &b->row.state[k], w, whole);
     ZK_EVERY_RUN(r) {
       uint32_t raw[4];
-      ZK_FOUR(j) raw[j] = ZK_STATE == ZK_BF16  ? zk_to_bf16_stochastic(x[4 * r + j], seed)
+      ZK_FOUR(j) raw[j] = ZK_STATE == ZK_BF16  ? zk_bf16_top_stochastic(x[4 * r + j], b->seed[k + 1])
                           : ZK_STATE == ZK_F16 ? zk_to_f16_nearest(x[4 * r + j])
                                                : zk_bits(x[4 * r + j]);
-      put(ZK_WIDTH(ZK_STATE), &row->state[k], w, r, whole, raw);
+      put(ZK_WIDTH(ZK_STATE), ZK_STATE != ZK_F16, to, w, r, whole, raw);
     }
   }
 }
@@ -385,68 +444,81 @@ ZK_FN int is_aligned(const zk_row *row) {
   return misaligned == 0;
 }
 
-/* Return the item of this block; copy its row and coefficients to shared memory. */
-ZK_FN zk_item begin(const zk_step_args *a, zk_row *row, zk_coef *c) {
+/* Word `word` of a row, for its chunk `chunk`: an address is moved on by what the chunks before it take.  Words are
+ * weight, grad, two of 16 bits, three states, their scales, step, numel and first_item. */
+ZK_FN uint64_t word_of_chunk(const zk_row *row, int word, int64_t chunk) {
+  const uint64_t value = ((const uint64_t *)row)[word];
+  const int width = word == 0   ? ZK_WIDTH(ZK_WEIGHT)
+                    : word == 1 ? ZK_WIDTH(ZK_GRAD)
+                    : word < 4  ? 2
+                                : ZK_WIDTH(ZK_STATE);
+  if (word < 7) return value + (uint64_t)(chunk * ZK_CHUNK) * width;
+  if (word < 10) return value + (uint64_t)(chunk * (ZK_CHUNK / ZK_BLOCK)) * 4;
+  if (word != 11) return value;
+  const int64_t left = (int64_t)value - chunk * ZK_CHUNK;
+  return left < ZK_CHUNK ? left : ZK_CHUNK;
+}
+
+/* Return the item of this block; copy its chunk and coefficients to shared memory. */
+ZK_FN zk_item begin(const zk_step_args *a, zk_block *b) {
   const zk_item item = ((const zk_item *)a->items)[blockIdx.x];
-  const int word = (int)threadIdx.x - 32;
-  if (word == -32) *c = ((const zk_coef *)a->coefs)[item.row];
-  if (word >= 0 && word < (int)(sizeof(zk_row) / 8))
-    ((uint64_t *)row)[word] = ((const uint64_t *)((const zk_row *)a->rows + item.row))[word];
+  const zk_coef *coef = (const zk_coef *)a->coefs + item.row;
+  const int thread = (int)threadIdx.x; /* each of three warps copies a part */
+  if (thread < (int)(sizeof(zk_coef) / 4)) ((uint32_t *)&b->coef)[thread] = ((const uint32_t *)coef)[thread];
+  if (thread >= 32 && thread < 32 + (int)(sizeof(zk_row) / 8))
+    ((uint64_t *)&b->row)[thread - 32] = word_of_chunk((const zk_row *)a->rows + item.row, thread - 32, item.chunk);
+  if (thread >= 64 && thread < 68) b->seed[thread - 64] = zk_seed(coef->seed, (uint32_t)thread - 64u);
   __syncthreads();
   return item;
 }
 
-/* Loop over the groups of a chunk, warp by warp; DO(whole) processes the one at `w`. */
-#define ZK_EVERY_GROUP(row, chunk, DO)                                                              \
-  do {                                                                                              \
-    const int aligned = is_aligned(&(row));                                                         \
-    ZK_NO_UNROLL                                                                                    \
-    for (int from = (int)(threadIdx.x / 32) * ZK_GROUP; from < ZK_CHUNK; from += ZK_WARPS * ZK_GROUP) { \
-      const int64_t at = (int64_t)(chunk) * ZK_CHUNK + from;                                        \
-      const int64_t left = (int64_t)stream((const uint64_t *)&(row).numel) - at;                    \
-      if (left <= 0) break;                                                                         \
-      const zk_place w = {at, left < ZK_GROUP ? (int)left : ZK_GROUP, (int)(threadIdx.x % 32)};     \
-      if (aligned && w.n == ZK_GROUP) {                                                             \
-        DO(1);                                                                                      \
-      } else {                                                                                      \
-        DO(0);                                                                                      \
-      }                                                                                             \
-    }                                                                                               \
+/* Loop over the groups of a block's chunk, warp by warp; DO(whole) processes the one at `w`. */
+#define ZK_EVERY_GROUP(block, DO)                                                                       \
+  do {                                                                                                  \
+    const int aligned = is_aligned(&(block).row), numel = (int)(block).row.numel;                       \
+    ZK_NO_UNROLL                                                                                        \
+    for (int from = (int)(threadIdx.x / 32) * ZK_GROUP; from < numel; from += ZK_WARPS * ZK_GROUP) {    \
+      const int left = numel - from;                                                                    \
+      const zk_place w = {from, left < ZK_GROUP ? left : ZK_GROUP, (int)(threadIdx.x % 32)};            \
+      if (aligned && w.n == ZK_GROUP) {                                                                 \
+        DO(1);                                                                                          \
+      } else {                                                                                          \
+        DO(0);                                                                                          \
+      }                                                                                                 \
+    }                                                                                                   \
   } while (0)
 
 /* Updates ------------------------------------------------------------------------------------------- */
 
 #if ZK_RULE != ZK_LAMB
 
-ZK_FN void update_group(const zk_row *row, const zk_coef *c, zk_place w, const int whole) {
+ZK_FN void update_group(const zk_block *b, zk_place w, const int whole) {
   float p[ZK_EACH], x[3][ZK_EACH];
+  zk_loaded l;
   ZK_EVERY_RUN(r) {
-    float g[4];
-    if (r) { ZK_NEXT_RUN; }
-    load_weight(row, w, r, whole, p + 4 * r);
-    load(ZK_GRAD, &row->grad, w, r, whole, g);
-    ZK_UNROLL
-    for (int k = 0; k < ZK_STATES; k++) load_state(row, k, w, r, whole, x[k] + 4 * r);
+    load_ahead(b, w, r, whole, 1, &l);
     ZK_FOUR(j) {
       const int i = 4 * r + j;
       ZK_NEXT_ELEMENT;
-      p[i] = ZK_UPDATE(p[i], g[j], ZK_STATES > 0 ? &x[0][i] : 0, ZK_STATES > 1 ? &x[1][i] : 0,
-                       ZK_STATES > 2 ? &x[2][i] : 0, c, ZK_ALL_FLAGS);
+      ZK_UNROLL
+      for (int k = 0; k < ZK_STATES; k++) x[k][i] = state_of(&l, k, r, j, whole);
+      p[i] = ZK_UPDATE(weight_of(&l, r, j, whole), decoded(ZK_GRAD, whole, l.grad[r], j),
+                       ZK_STATES > 0 ? &x[0][i] : 0, ZK_STATES > 1 ? &x[1][i] : 0, ZK_STATES > 2 ? &x[2][i] : 0,
+                       &b->coef, ZK_ALL_FLAGS);
     }
-    if (ZK_APART) store_weight(row, c, w, r, whole, p + 4 * r);
+    if (ZK_APART) store_weight(b, w, r, whole, p + 4 * r);
   }
-  ZK_EVERY_RUN(r) if (!ZK_APART) store_weight(row, c, w, r, whole, p + 4 * r);
+  ZK_EVERY_RUN(r) if (!ZK_APART) store_weight(b, w, r, whole, p + 4 * r);
   ZK_UNROLL
-  for (int k = 0; k < ZK_STATES; k++) store_state(row, c, k, w, whole, x[k]);
+  for (int k = 0; k < ZK_STATES; k++) store_state(b, k, w, whole, x[k]);
 }
 
-ZK_KERNEL(4, zk_update, zk_step_args) {
-  ZK_SHARED zk_row row;
-  ZK_SHARED zk_coef c;
+ZK_KERNEL(ZK_BLOCKS, zk_update, zk_step_args) {
+  ZK_SHARED zk_block block;
   if (is_skipped(a.found_inf)) return;
-  const zk_item item = begin(&a, &row, &c);
-#define ZK_DO(WHOLE) update_group(&row, &c, w, WHOLE)
-  ZK_EVERY_GROUP(row, item.chunk, ZK_DO);
+  begin(&a, &block);
+#define ZK_DO(WHOLE) update_group(&block, w, WHOLE)
+  ZK_EVERY_GROUP(block, ZK_DO);
 #undef ZK_DO
 }
 
@@ -454,38 +526,35 @@ ZK_KERNEL(4, zk_update, zk_step_args) {
 
 /* Update the moments of a group and add the squares of its weights and directions to `sums`, in double, where no square
  * of a float overflows.  The order depends on the row's alignment, which almost never changes the float32 result. */
-ZK_FN void sum_group(const zk_row *row, const zk_coef *c, zk_place w, const int whole, double *sums) {
+ZK_FN void sum_group(const zk_block *b, zk_place w, const int whole, double *sums) {
   float x[2][ZK_EACH];
+  zk_loaded l;
   ZK_EVERY_RUN(r) {
-    float p[4], g[4];
-    if (r) { ZK_NEXT_RUN; }
-    load_weight(row, w, r, whole, p);
-    load(ZK_GRAD, &row->grad, w, r, whole, g);
-    load_state(row, 0, w, r, whole, x[0] + 4 * r);
-    load_state(row, 1, w, r, whole, x[1] + 4 * r);
+    load_ahead(b, w, r, whole, 1, &l);
     ZK_FOUR(j) {
       float *m = &x[0][4 * r + j], *v = &x[1][4 * r + j];
-      zk_lamb_moments(g[j], m, v, c, ZK_ALL_FLAGS);
-      const float direction = zk_lamb_direction(p[j], *m, *v, c, ZK_ALL_FLAGS);
+      const float p = weight_of(&l, r, j, whole);
+      *m = state_of(&l, 0, r, j, whole), *v = state_of(&l, 1, r, j, whole);
+      zk_lamb_moments(decoded(ZK_GRAD, whole, l.grad[r], j), m, v, &b->coef, ZK_ALL_FLAGS);
+      const float direction = zk_lamb_direction(p, *m, *v, &b->coef, ZK_ALL_FLAGS);
       if (is_mine(w, r, j, whole)) {
-        sums[0] += (double)p[j] * (double)p[j];
+        sums[0] += (double)p * (double)p;
         sums[1] += (double)direction * (double)direction;
       }
     }
   }
-  store_state(row, c, 0, w, whole, x[0]);
-  store_state(row, c, 1, w, whole, x[1]);
+  store_state(b, 0, w, whole, x[0]);
+  store_state(b, 1, w, whole, x[1]);
 }
 
 ZK_KERNEL(3, zk_lamb_sums, zk_step_args) {
-  ZK_SHARED zk_row row;
-  ZK_SHARED zk_coef c;
+  ZK_SHARED zk_block block;
   ZK_SHARED double lane[2][ZK_THREADS];
   double sums[2] = {0, 0};
   if (is_skipped(a.found_inf)) return;
-  const zk_item item = begin(&a, &row, &c);
-#define ZK_DO(WHOLE) sum_group(&row, &c, w, WHOLE, sums)
-  ZK_EVERY_GROUP(row, item.chunk, ZK_DO);
+  begin(&a, &block);
+#define ZK_DO(WHOLE) sum_group(&block, w, WHOLE, sums)
+  ZK_EVERY_GROUP(block, ZK_DO);
 #undef ZK_DO
   for (int k = 0; k < 2; k++) {
     lane[k][threadIdx.x] = sums[k];
@@ -510,29 +579,30 @@ ZK_KERNEL(4, zk_lamb_rows, zk_step_args) {
   }
 }
 
-ZK_FN void apply_group(const zk_row *row, const zk_coef *c, float rate, zk_place w, const int whole) {
+ZK_FN void apply_group(const zk_block *b, float rate, zk_place w, const int whole) {
+  zk_loaded l;
   ZK_EVERY_RUN(r) {
-    float p[4], m[4], v[4];
-    load_weight(row, w, r, whole, p);
-    load_state(row, 0, w, r, whole, m);
-    load_state(row, 1, w, r, whole, v);
-    ZK_FOUR(j) p[j] = p[j] - rate * zk_lamb_direction(p[j], m[j], v[j], c, ZK_ALL_FLAGS);
-    store_weight(row, c, w, r, whole, p);
+    float x[4];
+    load_ahead(b, w, r, whole, 0, &l);
+    ZK_FOUR(j) {
+      const float p = weight_of(&l, r, j, whole), m = state_of(&l, 0, r, j, whole), v = state_of(&l, 1, r, j, whole);
+      x[j] = p - rate * zk_lamb_direction(p, m, v, &b->coef, ZK_ALL_FLAGS);
+    }
+    store_weight(b, w, r, whole, x);
   }
 }
 
 ZK_KERNEL(4, zk_lamb_apply, zk_step_args) {
   ZK_SHARED float rate;
-  ZK_SHARED zk_row row;
-  ZK_SHARED zk_coef c;
+  ZK_SHARED zk_block block;
   if (is_skipped(a.found_inf)) return;
-  const zk_item item = begin(&a, &row, &c);
+  const zk_item item = begin(&a, &block);
   const double *sums = (const double *)a.sums + 2 * (int64_t)item.row;
   if (threadIdx.x == 0)
     rate = zk_lamb_rate(sums[0], sums[1], &a.hyper, learning_rate(a.lr, a.lr_is_double, a.hyper.lr));
   __syncthreads();
-#define ZK_DO(WHOLE) apply_group(&row, &c, rate, w, WHOLE)
-  ZK_EVERY_GROUP(row, item.chunk, ZK_DO);
+#define ZK_DO(WHOLE) apply_group(&block, rate, w, WHOLE)
+  ZK_EVERY_GROUP(block, ZK_DO);
 #undef ZK_DO
 }
 

@@ -25,6 +25,11 @@ typedef unsigned long long uint64_t;
 #define ZK_NO_UNROLL _Pragma("unroll 1")
 #define ZK_FENCE asm volatile("" ::: "memory") /* reads after it are not moved before it */
 
+/* One instruction each: the lower or upper halves of two words as one, the odd bytes of two words as one. */
+#define zk_lower_halves(a, b) __byte_perm(a, b, 0x5410)
+#define zk_upper_halves(a, b) __byte_perm(a, b, 0x7632)
+#define zk_odd_bytes(a, b) __byte_perm(a, b, 0x7531)
+
 /* Aligned accesses of 16, 8 and 4 bytes.  In assembly, because the compiler splits the stores. */
 static __device__ __forceinline__ void zk_load16(uint64_t from, uint32_t *x) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -18,6 +18,7 @@
 #define zk_float(u) __uint_as_float(u)
 #define zk_sqrtf(x) sqrtf(x)
 #define zk_sqrt(x) sqrt(x)
+#define ZK_KEEP(u) asm("" : "+r"(u)) /* a sum with a shifted word is one instruction if it is not conditional */
 #else
 #include <stdint.h>
 #define ZK_FN static inline __attribute__((always_inline, unused))
@@ -26,6 +27,7 @@ ZK_FN uint32_t zk_bits(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); retur
 ZK_FN float zk_float(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
 #define zk_sqrtf(x) __builtin_sqrtf(x)
 #define zk_sqrt(x) __builtin_sqrt(x)
+#define ZK_KEEP(u)
 #endif
 
 /* Formats of a stream of elements.  The numbers are part of the ABI with Python (native.py). */
@@ -60,20 +62,47 @@ ZK_FN uint32_t zk_noise(float x, uint32_t seed) { return zk_mix(zk_bits(x) ^ see
 
 ZK_FN float zk_from_bf16(uint16_t h) { return zk_float((uint32_t)h << 16); }
 
-/* Adds `noise` (16 bits) below the kept bits and truncates.  Infinities and quiet NaN, the only NaN that
- * arithmetic produces, are preserved. */
-ZK_FN uint16_t zk_to_bf16(float x, uint32_t noise) {
-  uint32_t u = zk_bits(x);
-  uint32_t added = (u << 1) > 0xff000000u ? 0u : noise;
-  return (uint16_t)((u + added) >> 16);
+/* Adds `noise` (16 bits) below the kept bits; the bf16 is the upper half of the result.  Infinities and quiet NaN, the
+ * only NaN that arithmetic produces, are preserved. */
+ZK_FN uint32_t zk_bf16_top(float x, uint32_t noise) {
+  uint32_t u = zk_bits(x), sum = u + noise;
+  ZK_KEEP(sum);
+  return x == x ? sum : u;
 }
 
-ZK_FN uint16_t zk_to_bf16_nearest(float x) { return zk_to_bf16(x, 0x7fffu + ((zk_bits(x) >> 16) & 1u)); }
+ZK_FN uint32_t zk_bf16_top_stochastic(float x, uint32_t seed) { return zk_bf16_top(x, zk_noise(x, seed) >> 16); }
 
-ZK_FN uint16_t zk_to_bf16_stochastic(float x, uint32_t seed) { return zk_to_bf16(x, zk_noise(x, seed) >> 16); }
+ZK_FN uint16_t zk_to_bf16_stochastic(float x, uint32_t seed) {
+  return (uint16_t)(zk_bf16_top_stochastic(x, seed) >> 16);
+}
+
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800 /* the same value in one instruction; NaN is 0x7fff */
+ZK_FN uint16_t zk_to_bf16_nearest(float x) {
+  uint16_t h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+#else
+ZK_FN uint16_t zk_to_bf16_nearest(float x) {
+  return (uint16_t)(zk_bf16_top(x, 0x7fffu + ((zk_bits(x) >> 16) & 1u)) >> 16);
+}
+#endif
 
 /* float16 ------------------------------------------------------------------------------------------- */
 
+#ifdef __CUDACC__ /* the same values in one instruction each; NaN is 0x7fff */
+ZK_FN float zk_from_f16(uint16_t h) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+}
+
+ZK_FN uint16_t zk_to_f16_nearest(float x) {
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+#else
 ZK_FN float zk_from_f16(uint16_t h) {
   uint32_t magnitude = ((uint32_t)h & 0x7fffu) << 13;
   uint32_t exponent = magnitude & 0x0f800000u;
@@ -95,6 +124,7 @@ ZK_FN uint16_t zk_to_f16_nearest(float x) {
   h = u >= 0x47800000u ? special : h;
   return (uint16_t)(h | sign >> 16);
 }
+#endif
 
 /* Split master -------------------------------------------------------------------------------------- */
 
@@ -104,10 +134,9 @@ ZK_FN float zk_join(uint16_t high, int16_t low) {
   return zk_float(((uint32_t)high << 16) + (uint32_t)(int32_t)low);
 }
 
-ZK_FN uint16_t zk_split_high(float x) {
-  uint32_t u = zk_bits(x);
-  return (uint16_t)((u + ((u << 1) > 0xff000000u ? 0u : 0x8000u)) >> 16);
-}
+ZK_FN uint32_t zk_split_top(float x) { return zk_bf16_top(x, 0x8000u); }
+
+ZK_FN uint16_t zk_split_high(float x) { return (uint16_t)(zk_split_top(x) >> 16); }
 
 ZK_FN int16_t zk_split_low(float x) { return (int16_t)(uint16_t)(zk_bits(x) & 0xffffu); }
 
@@ -147,9 +176,13 @@ ZK_FN float zk_q8_value(uint32_t code, uint32_t mantissa) {
 /* 1 + 2**-15 inverts 1 - 2**-15 in float32, so the top code gives absmax exactly. */
 ZK_FN float zk_q8_unit(float y, float absmax) { return y * 1.000030517578125f * absmax; }
 
+/* The magnitude's code, in bits 20 to 26 of the result. */
+ZK_FN uint32_t zk_q8_magnitude(float x, float factor, uint32_t noise20) {
+  return zk_q8_bits(zk_float(zk_bits(x) & 0x7fffffffu) * factor, noise20);
+}
+
 ZK_FN uint32_t zk_to_q8_signed(float x, float factor, uint32_t noise20) {
-  uint32_t u = zk_q8_bits(zk_float(zk_bits(x) & 0x7fffffffu) * factor, noise20);
-  return (u >> 20 & 127u) | (zk_bits(x) >> 24 & 128u);
+  return (zk_q8_magnitude(x, factor, noise20) >> 20 & 127u) | (zk_bits(x) >> 24 & 128u);
 }
 
 ZK_FN float zk_from_q8_signed(uint32_t code, float absmax) {
@@ -157,11 +190,14 @@ ZK_FN float zk_from_q8_signed(uint32_t code, float absmax) {
   return zk_float(zk_bits(y) | (code << 24 & 0x80000000u));
 }
 
-/* x is the root of a second moment.  A positive one never becomes 0: the update would divide by eps alone. */
-ZK_FN uint32_t zk_to_q8_root(float root, float factor, uint32_t noise19) {
+/* The root of a second moment.  A positive one never becomes 0: the update would divide by eps alone. */
+ZK_FN uint32_t zk_q8_root(float root, float factor, uint32_t noise19) {
   uint32_t u = zk_q8_bits(root * factor, noise19), least = root > 0.0f ? ((ZK_C_BITS << 4) + 1u) << 19 : 0u;
-  u = u > least ? u : least;
-  return u >> 19 & 255u;
+  return u > least ? u : least; /* the code is in bits 19 to 26 */
+}
+
+ZK_FN uint32_t zk_to_q8_root(float root, float factor, uint32_t noise19) {
+  return zk_q8_root(root, factor, noise19) >> 19 & 255u;
 }
 
 ZK_FN float zk_from_q8_root(uint32_t code, float absmax) { return zk_q8_unit(zk_q8_value(code, 4u), absmax); }
