@@ -95,7 +95,7 @@ def _each_moment() -> list[tuple[tuple[list[float], list[float]], int]]:
         with zcomm.traced(records):
             curves = train(engine, 3)
         engine.close()
-        found.append((curves, sum(record.label.startswith("gradients") for record in records)))
+        found.append((curves, sum(record.label.startswith("gradients[") for record in records)))
     return found
 
 

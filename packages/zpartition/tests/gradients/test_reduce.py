@@ -88,7 +88,7 @@ def _trains(
             if r.op in ("all_gather", "reduce_scatter") and r.label.startswith(("weights", "gradients"))
         ]
         sizes = {record.group_size for record in spans}
-        num_sums = sum(record.label.startswith("gradients") for record in records)
+        num_sums = sum(record.label.startswith("gradients[") for record in records)
         held = partition.ledger()["accumulators"]
         partition.close()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
