@@ -24,8 +24,9 @@ BOUND = 3e-5  # of a loss or norm near 3, in float32, against float64
 STAGES = (0, 1, 2, 3)
 
 
-def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
+def engine_of(stage: int, expert: int, accumulation: int, reduce_at: str = "") -> zengine.Engine:
     """Make a float32 engine; the config shards the experts."""
+    moment = {"reduce_at": reduce_at} if reduce_at else {}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -36,6 +37,7 @@ def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
             "reduce_bucket_size": 700,
             "stage3_unit_size": 700,
             "stage3_param_persistence_threshold": 20,
+            **moment,
         },
         "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
     }
@@ -83,6 +85,27 @@ def test_curves_are_those_of_one_process_with_all_experts(
         for (stage, accumulation), (losses, norms) in rank.items():
             assert losses == pytest.approx(expected[accumulation][0], abs=BOUND), f"stage {stage} x {accumulation}"
             assert norms == pytest.approx(expected[accumulation][1], abs=BOUND), f"stage {stage} x {accumulation}"
+
+
+def _each_moment() -> list[tuple[tuple[list[float], list[float]], int]]:
+    """Return curves at stage 0, and the gradient messages of the last step, by moment of the reduction."""
+    found = []
+    for moment in ("boundary", "micro_step"):
+        engine, records = engine_of(0, 2, 3, moment), list[zcomm.Record]()
+        with zcomm.traced(records):
+            curves = train(engine, 3)
+        engine.close()
+        found.append((curves, sum(record.label.startswith("gradients[") for record in records)))
+    return found
+
+
+def test_gradients_of_experts_too_are_reduced_once_a_step_or_after_each_backward() -> None:
+    expected = train_alone(2, 3)
+    for (once, num_once), (often, num_often) in run_ranks(_each_moment, 2, timeout_s=120):
+        assert num_often == 3 * num_once
+        for losses, norms in (once, often):
+            assert losses == pytest.approx(expected[0], abs=BOUND)
+            assert norms == pytest.approx(expected[1], abs=BOUND)
 
 
 def _around(root: Path) -> tuple[list[list[float]], list[str], int]:

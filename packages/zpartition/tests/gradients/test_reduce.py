@@ -9,7 +9,7 @@ from torch import nn
 import zcomm
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition import ZeroPolicy
+from zpartition import ReduceAt, ZeroPolicy
 from zpartition.gradients.reduce import GRADIENT_BLOCK, reduction_for
 from zpartition.layout.ranks import Ranks
 
@@ -62,7 +62,9 @@ def test_all_ways_to_reduce_give_the_same_sums() -> None:
     assert run_ranks(_sums, WORLD) == [[True] * 4] * WORLD
 
 
-def _trains(policies: list[ZeroPolicy], accumulation: int) -> list[tuple[dict[str, torch.Tensor], set[int], int]]:
+def _trains(
+    policies: list[ZeroPolicy], accumulation: int
+) -> list[tuple[dict[str, torch.Tensor], set[int], int, int]]:
     found = []
     for policy in policies:
         model = Net()
@@ -86,25 +88,33 @@ def _trains(policies: list[ZeroPolicy], accumulation: int) -> list[tuple[dict[st
             if r.op in ("all_gather", "reduce_scatter") and r.label.startswith(("weights", "gradients"))
         ]
         sizes = {record.group_size for record in spans}
+        num_sums = sum(record.label.startswith("gradients[") for record in records)
         held = partition.ledger()["accumulators"]
         partition.close()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        found.append((weights | {"norm of the last step": total}, sizes, held))
+        found.append((weights | {"norm of the last step": total}, sizes, held, num_sums))
     return found
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_hybrid_sharding_trains_as_one_group_does(accumulation: int) -> None:
     common = {"bucket_numel": 2000, "unit_numel": 2000, "persist_numel": 20, "max_live_numel": 0}
-    policies = [ZeroPolicy(stage=s, shard_group_size=g, **common) for s in (1, 2, 3) for g in (0, 2, 1)]
+    moments = [(1, ReduceAt.MICRO_STEP), (1, ReduceAt.BOUNDARY), (2, ReduceAt.MICRO_STEP), (3, ReduceAt.MICRO_STEP)]
+    policies = [
+        ZeroPolicy(stage=stage, reduce_at=moment, shard_group_size=size, **common)
+        for stage, moment in moments
+        for size in (0, 2, 1)
+    ]
     for results in run_ranks(_trains, WORLD, policies, accumulation):
         expected = results[0][0]
-        for policy, (found, sizes, _) in zip(policies, results):
+        for policy, (found, sizes, _, _) in zip(policies, results):
             for name, tensor in expected.items():
                 torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=1e-6, msg=f"{policy}: {name}")
             assert sizes <= {policy.shard_group_size or WORLD}, "spans travel inside one copy only"
-        by_size = {policy.shard_group_size or WORLD: held for policy, (_, _, held) in zip(policies, results)}
+        by_size = {policy.shard_group_size or WORLD: held for policy, (_, _, held, _) in zip(policies, results)}
         assert by_size[4] < by_size[2], "smaller groups hold more of each copy"
+        num_sums = [number for *_, number in results]
+        assert num_sums[:3] == [accumulation * number for number in num_sums[3:6]], "at the boundary, once"
 
 
 def _starts_alike() -> torch.Tensor:

@@ -23,6 +23,7 @@
 
 #define ZS_MAX_RANKS 64
 #define ZS_CHUNK (512 * 1024) /* bytes that a rank stages in one step; two such buffers stay in a second-level cache */
+#define ZS_PIECE (16 * 1024) /* bytes that are reduced, then copied while they are in a first-level cache */
 #define ZS_TINY (16 * 1024)   /* bytes up to which a barrier costs more than a copy */
 #define ZS_LARGE (4 * 1024 * 1024) /* bytes from which an output is written past the caches */
 #define ZS_HEADER 4096

@@ -15,7 +15,7 @@
  * 2 N through memory, as a copy of N bytes does.  Through the caches it writes N bytes into its buffers, (W - 1) / W N
  * for the others to reduce and N / W of results, and reads 2 (W - 1) / W N from those of others.  Within one chiplet the
  * caches are fast enough to hide most of that; between two it passes at the speed of memory, so at W = 2 the floor there
- * is two copies.  Each result is reduced into the tensor, and staged from the cache in one piece (zs_copy_lines).
+ * is two copies.  Each result is reduced into the tensor, and staged from the cache by string copies (zs_copy_lines).
  *
  * Both reduce each element in the order of the ranks, so they give the same bits.
  */
@@ -155,13 +155,16 @@ static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
   }
 }
 
-/* Middle phase of an all_reduce: reduces this rank's slice of the chunk into the tensor, and stages the result in one
- * piece from the cache. */
+/* Middle phase of an all_reduce: reduces this rank's slice of the chunk into the tensor, and stages the result, piece by
+ * piece from the first-level cache. */
 static void stage_reduce(const zs_group *g, const zs_call *c, int64_t chunk) {
   int64_t bytes, at = part(g, c, g->rank, chunk, &bytes);
-  void *outputs[1] = {(char *)c->output + at};
-  reduce_staged(g, c, (const char *)c->input + at, g->rank * part_bytes(g), 1, outputs, bytes);
-  stage(reduced(g, g->rank, g->count), outputs[0], bytes);
+  for (int64_t done = 0; done < bytes; done += ZS_PIECE) {
+    int64_t piece = smaller(ZS_PIECE, bytes - done);
+    void *outputs[1] = {(char *)c->output + at + done};
+    reduce_staged(g, c, (const char *)c->input + at + done, g->rank * part_bytes(g) + done, 1, outputs, piece);
+    stage(reduced(g, g->rank, g->count) + done, outputs[0], piece);
+  }
 }
 
 /* Last phase of an all_reduce: copies the others' slices. */
