@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 import zcomm
 from zcomm.testing import RankFailed, run_ranks
 from zpartition import ModelParallelGroup
-from zpartition.pipeline.channels import Channels
+from zpartition.pipeline.channels import Channels, PendingReceive
 
 SENT = [
     torch.arange(6.0).reshape(2, 3).requires_grad_(),
@@ -76,15 +77,15 @@ def _in_parts(is_cut: bool, differs: bool) -> tuple[list[int], list[torch.Tensor
     tensor = ModelParallelGroup.of(groups.tensor()) if is_cut else None
     channels, stage = Channels(groups.pipeline(), torch.device("cpu")), torch.distributed.get_rank() // 2
     sizes: list[int] = []
-    post = Channels.post_receive
+    post = Channels.post_receives
 
-    def noted(self: Channels, source: int, data: torch.Tensor) -> Any:
-        sizes.append(data.numel())
-        return post(self, source, data)
+    def noted(self: Channels, pending: PendingReceive, made: Sequence[torch.Tensor]) -> None:
+        sizes.extend(data.numel() for data in made)
+        post(self, pending, made)
 
     generator, got = torch.Generator().manual_seed(1), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channels, "post_receive", noted)
+        patch.setattr(Channels, "post_receives", noted)
         for _ in range(3):
             wide, odd = torch.randn(4, 6, generator=generator), torch.randn(5, generator=generator)
             wide += differs * torch.distributed.get_rank()

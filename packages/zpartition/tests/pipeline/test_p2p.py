@@ -2,15 +2,13 @@ import torch
 
 from zpartition.pipeline import Schedule, interleaved
 from zpartition.pipeline.channels import Channels
-from zpartition.pipeline.p2p import P2P
+from zpartition.pipeline.launch_order import StageMessage
+from zpartition.pipeline.p2p import P2P, EarlyReceives
+from zpartition.pipeline.schedule import forward_only
 
 
-def post_of(rank: int, num_ranks: int, num_stages: int) -> P2P:
-    return P2P(rank, num_ranks, Channels(None, torch.device("cpu")), num_stages=num_stages)
-
-
-class Patient:
-    """Channels that send nothing."""
+class Noted:
+    """Channels that send nothing, and note what they are to receive."""
 
     def forget_shapes(self) -> None: ...
 
@@ -18,22 +16,24 @@ class Patient:
         return source, edge
 
 
-def test_messages_are_expected_in_the_order_of_the_sender() -> None:
-    p2p = P2P(0, 2, Patient(), num_stages=4)  # type: ignore[arg-type]
+def test_messages_that_travel_by_themselves_are_expected_in_the_order_of_the_sender() -> None:
+    messages = EarlyReceives(Noted(), (None, None))  # type: ignore[arg-type]
+    p2p = P2P(0, 2, Noted(), messages)  # type: ignore[arg-type]
     p2p.begin(interleaved(2, 2, 2))
     # rank 1 holds stages 1 and 3: values for stage 2, gradients for stages 2 and 0
-    assert p2p.pending == {1: ((2, 0, False), (1, 4))}  # a receive is posted before any wait
-    assert list(p2p.expected[1]) == [
+    assert messages.pending == {1: (StageMessage(2, 0, False, 1, 0), (1, 4))}  # posted before any wait
+    assert [(each.stage, each.micro, each.is_gradient) for each in messages.expected[1]] == [
         (2, 1, False), (2, 0, True), (2, 1, True), (0, 0, True), (0, 1, True),
     ]  # fmt: skip
-    assert not p2p.expected[0]
-    p2p.begin_evaluation(2)
-    assert p2p.pending == {1: ((2, 0, False), (1, 4))}
-    assert list(p2p.expected[1]) == [(2, 1, False)]
+    assert not messages.expected[0]
+    p2p.begin(forward_only(2, 2, 2))
+    assert messages.pending == {1: (StageMessage(2, 0, False, 1, 0), (1, 4))}
+    assert list(messages.expected[1]) == [StageMessage(2, 1, False, 1, 0)]
 
 
 def test_stages_on_one_rank_exchange_detached_tensors() -> None:
-    p2p = post_of(0, 1, 2)
+    channels = Channels(None, torch.device("cpu"))
+    p2p = P2P(0, 1, channels, EarlyReceives(channels, (None, None)))
     p2p.begin(Schedule.parse("0F0 1F0 1B0 0B0"))
     weight = torch.ones(2, requires_grad=True)
     p2p.send_activation(1, 0, (weight * 2, None))

@@ -118,7 +118,7 @@ DECISIONS: Mapping[str, Decide] = {
     "zpartition.gradients.speculate:_was_right": _is_overflow,
     "zpartition.experts.dispatch:plan": _table,
     "zpartition.experts.module_list:_headers": _requests,
-    "zpartition.pipeline.channels:wait": lambda reading: reading.known["self"].reply_header(),
+    "zpartition.pipeline.channels:read_header": lambda reading: reading.known["self"].reply_header(),
     "zpartition.pipeline.channels:_check_equal": lambda reading: 0.0,
     "zpartition.tensor.vocabulary:_check_tokens": lambda reading: False,
     "zpartition.tensor.vocabulary:vocabulary_cross_entropy": lambda reading: False,
