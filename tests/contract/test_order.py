@@ -30,7 +30,7 @@ REDUCE = "zpartition/gradients/reduce.py reduce"
 TOKENS = "zpartition/experts/dispatch.py backward"
 TENSOR = "zpartition/tensor/functions.py _all_reduce"
 HEADS = "zpartition/sequence/head_all_to_all.py _send_receive"
-SEND = "zpartition/pipeline/channels.py _post"
+SEND = "zpartition/pipeline/channels.py _launch"
 
 Place = tuple[str, str, str]
 KNOWN: dict[str, set[Place]] = {
