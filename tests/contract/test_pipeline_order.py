@@ -66,7 +66,7 @@ def loss_of(handed: pairs.Handed, labels: Tensor) -> Tensor:
 
 
 def pipeline(pair: pairs.Pair, schedule: str, ranks: int) -> PlayedRun:
-    """Return a run of two batches and an evaluation; of micro-batches of different shapes if no ranks are beside."""
+    """Return a run of two batches and an evaluation; every message is sent with its shapes if no ranks are beside."""
     per_rank, is_alone = PER_RANK[schedule], pair is ALONE
     degrees = zcomm.Degrees(pipeline=ranks, sequence=pair.sequence)
 
@@ -77,9 +77,8 @@ def pipeline(pair: pairs.Pair, schedule: str, ranks: int) -> PlayedRun:
 
     def batches(count: int) -> Iterator[list[Tensor]]:
         own = Split(pair.sequence, zcomm.Groups.of(degrees).get_sequence_parallel_rank())
-        for micro in range(count):
-            size = 2, pairs.TIME * (1 + micro % 2 * is_alone)
-            yield [own.take(torch.randint(pairs.TOKENS, size)) for _ in "xy"]
+        for _ in range(count):
+            yield [own.take(torch.randint(pairs.TOKENS, (2, pairs.TIME))) for _ in "xy"]
 
     def train(engine: Any, step: int, draw: random.Random) -> None:
         engine.train_batch(batches(engine.micro_batches))

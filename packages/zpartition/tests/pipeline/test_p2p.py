@@ -10,8 +10,6 @@ from zpartition.pipeline.schedule import forward_only
 class Noted:
     """Channels that send nothing, and note what they are to receive."""
 
-    def forget_shapes(self) -> None: ...
-
     def expect_receive(self, source: int, edge: int, mp_group: object = None) -> tuple[int, int]:
         return source, edge
 

@@ -114,6 +114,7 @@ DECISIONS: Mapping[str, Decide] = {
     "zengine.engine.loss_weighting:add": lambda reading: reading.own().random(),
     "zengine.engine.nonfinite:__call__": lambda reading: 1.0,
     "zengine.pipeline_engine:train_batch": lambda reading: reading.own().random(),
+    "zengine.pipeline_engine:_reduce_losses": lambda reading: reading.own().random(),
     "zpartition.gradients.bucket:inspect": lambda reading: not _is_overflow(reading) or reading.own().random() < 0.5,
     "zpartition.gradients.speculate:_was_right": _is_overflow,
     "zpartition.experts.dispatch:plan": _table,

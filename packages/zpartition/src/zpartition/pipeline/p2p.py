@@ -174,7 +174,6 @@ class P2P:
     def begin(self, schedule: Schedule) -> None:
         """Start a batch, or an evaluation."""
         self.kept.clear()
-        self.channels.forget_shapes()  # shapes may differ between batches
         self.messages.begin(schedule, self.rank)
 
     def proceed(self, num_actions: int) -> None:
@@ -182,8 +181,9 @@ class P2P:
         self.messages.proceed(num_actions)
 
     def end(self) -> None:
-        """Wait until no message of this rank is in flight."""
+        """Wait until no message of this rank is in flight; the next batch may have other shapes."""
         self.channels.flush()
+        self.channels.forget_shapes()
 
     def abort(self) -> None:
         """Drop the messages of a failed batch without waiting.  `AbortGuard` informs the other ranks."""
