@@ -143,7 +143,10 @@ def test_two_ranks_launch_what_they_exchange_in_one_order() -> None:
         order = launch_order(schedule)
         for one, other in itertools.combinations(range(len(order)), 2):
             shared = [
-                [[each for each in launch.messages if {each.source, each.target} == {one, other}] for launch in launches]
+                [
+                    [each for each in launch.messages if {each.source, each.target} == {one, other}]
+                    for launch in launches
+                ]
                 for launches in (order[one], order[other])
             ]
             assert [each for each in shared[0] if each] == [each for each in shared[1] if each]
@@ -212,6 +215,10 @@ def test_early_receives_are_few() -> None:
 def test_an_evaluation_goes_through_all_stages_micro_batch_by_micro_batch() -> None:
     assert forward_only(2, 2, 2).text() == "0F0 2F0 0F1 2F1\n1F0 3F0 1F1 3F1"
     first, second = launch_order(forward_only(2, 1, 2))
-    assert [[(each.stage, each.source) for each in launch.messages] for launch in first] == [[(1, 0)], [(2, 1)], [(3, 0)]]
+    assert [[(each.stage, each.source) for each in launch.messages] for launch in first] == [
+        [(1, 0)],
+        [(2, 1)],
+        [(3, 0)],
+    ]
     assert [launch.after for launch in first] == [1, 1, 2]
     assert [launch.after for launch in second] == [0, 1, 1]

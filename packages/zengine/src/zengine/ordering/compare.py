@@ -95,7 +95,9 @@ def _collectives(launches: Launches) -> Iterator[Disagreement]:
         members = [rank for rank in communicator.ranks if rank in launches]
         for other in members[1:]:
             pair = members[0], other
-            yield from _first("collectives", (communicator,), pair, (by_rank[pair[0]], by_rank[other]), _signature, _itself)
+            yield from _first(
+                "collectives", (communicator,), pair, (by_rank[pair[0]], by_rank[other]), _signature, _itself
+            )
 
 
 def _messages(launches: Launches) -> Iterator[Disagreement]:

@@ -149,9 +149,7 @@ class Channels:
         received: memory, with the messages that wait for it.
         """
         posted = [dist.P2POp(dist.isend, data, group=self.group, group_peer=to) for data, to in sent]
-        posted += [
-            dist.P2POp(dist.irecv, data, group=self.group, group_peer=each.source) for each, data in received
-        ]
+        posted += [dist.P2POp(dist.irecv, data, group=self.group, group_peer=each.source) for each, data in received]
         if not posted:
             return
         try:
@@ -218,7 +216,9 @@ class PendingReceive:
         _, meta = self.shapes = self.shapes or self.channels.known["from", self.source, self.edge]
         made: list[Tensor] = []
         for each in meta:
-            whole = None if each is None else torch.empty(each[2], dtype=_DTYPES[each[0]], device=self.channels.device)
+            whole = (
+                None if each is None else torch.empty(each[2], dtype=_DTYPES[each[0]], device=self.channels.device)
+            )
             self.parts.append(whole)
             if whole is None or not whole.numel():
                 continue
