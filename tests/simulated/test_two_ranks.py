@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from torch import nn
 
 import zcomm

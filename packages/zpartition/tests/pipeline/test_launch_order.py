@@ -1,4 +1,4 @@
-"""Launches of every schedule: no circle, and no delay, on a simulated device that executes them one after the other."""
+"""Launches of every schedule: no circle, and no delay, on a simulated device that executes them in order."""
 
 from __future__ import annotations
 

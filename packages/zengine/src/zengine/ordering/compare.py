@@ -5,8 +5,9 @@ Four rules, each of which NCCL demands:
 1. The members of a communicator launch the same collectives over it, in one order: operation, bytes, dtype, reduction
    or sender.
 2. A rank sends another what that one receives, in one order.
-3. Two ranks launch what both take part in, messages between them and collectives, in one order over all communicators:
-   the kernel of one launch may wait on one rank for that of another, which waits on the second rank for the first.
+3. Two ranks launch what both take part in, messages between them and collectives, in one order over all
+   communicators: the kernel of one launch may wait on one rank for that of another, which waits on the second rank
+   for the first.
 4. No larger circle of ranks waits in this way: if every rank finishes what it launches before it launches more, the
    run comes to its end.  Examined if the other rules hold.
 

@@ -95,7 +95,7 @@ class AgreedOrder:
     launches: deque[Launch] = attrs.field(factory=deque)  # still to come
     rank: int = -1  # of this process, in the batch
     done: int = 0  # actions of this rank that have been executed
-    computed: dict[StageMessage, PreparedSend] = attrs.field(factory=dict)  # not launched yet
+    computed: dict[StageMessage, Any] = attrs.field(factory=dict)  # values to send, not launched yet
     pending: dict[StageMessage, PendingReceive] = attrs.field(factory=dict)  # launched, not waited for yet
 
     def begin(self, schedule: Schedule, rank: int) -> None:
@@ -107,8 +107,7 @@ class AgreedOrder:
 
     def send(self, message: StageMessage, value: Any) -> None:
         """Send a message when it is its turn, the earliest at once."""
-        mp_group = self.mp_groups[message.is_gradient]
-        self.computed[message] = self.channels.prepare(value, message.target, message.edge, mp_group)
+        self.computed[message] = value
         self._launch(self.done + 1)  # the action that has computed it is as good as over
 
     def receive(self, message: StageMessage) -> Any:
@@ -130,15 +129,20 @@ class AgreedOrder:
     def _launch(self, num_actions: int) -> None:
         """Launch groups in order, as far as they may precede the actions after `num_actions` and are computed."""
         while self.launches and self.launches[0].after <= num_actions:
-            sent = [each for each in self.launches[0].messages if each.source == self.rank]
-            if any(message not in self.computed for message in sent):
+            messages = self.launches[0].messages
+            if any(each.source == self.rank and each not in self.computed for each in messages):
                 return
-            for message in self.launches[0].messages:
-                if message.target == self.rank:
-                    mp_group = self.mp_groups[message.is_gradient]
-                    self.pending[message] = PendingReceive(self.channels, message.source, message.edge, mp_group)
-            received = [self.pending[each] for each in self.launches[0].messages if each.target == self.rank]
-            self.channels.exchange([self.computed.pop(message) for message in sent], received)
+            sends: list[PreparedSend] = []  # prepared in the order of the launches: the first of an edge has a header
+            receives: list[PendingReceive] = []
+            for each in messages:
+                mp_group = self.mp_groups[each.is_gradient]
+                if each.source == self.rank:
+                    value = self.computed.pop(each)
+                    sends.append(self.channels.prepare(value, each.target, each.edge, mp_group))
+                else:
+                    self.pending[each] = PendingReceive(self.channels, each.source, each.edge, mp_group)
+                    receives.append(self.pending[each])
+            self.channels.exchange(sends, receives)
             self.launches.popleft()
 
 
