@@ -50,7 +50,7 @@ class PreparedSend:
 
     to: int  # receiving rank
     header: Tensor | None  # (_HEADER,) int64, if the receiver does not know the shapes
-    parts: tuple[Tensor, ...]  # contiguous, on any device, without empty ones
+    parts: tuple[Tensor, ...]  # contiguous; without empty ones
 
 
 @final

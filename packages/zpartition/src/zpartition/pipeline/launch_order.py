@@ -34,6 +34,7 @@ three with interleaved schedules.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator
 from operator import attrgetter
@@ -110,9 +111,8 @@ def _exchanges(schedule: Schedule) -> list[list[_Exchange]]:
         for index, message in sent_messages(schedule, rank):
             sent = ends[rank][index + 1]
             latest = _consumer(message, consumers)
-            times = ends[message.target][: latest + 1]
-            after = next((number for number, time in enumerate(times) if time >= sent), latest)
-            level = max(sent, times[after])
+            after = min(bisect.bisect_left(ends[message.target], sent, hi=latest + 1), latest)
+            level = max(sent, ends[message.target][after])
             found[rank].append(_Exchange(level, message, index + 1))
             found[message.target].append(_Exchange(level, message, after))
     return [sorted(each, key=attrgetter("level", "message")) for each in found]
