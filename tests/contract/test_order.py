@@ -30,7 +30,6 @@ REDUCE = "zpartition/gradients/reduce.py reduce"
 TOKENS = "zpartition/experts/dispatch.py backward"
 TENSOR = "zpartition/tensor/functions.py _all_reduce"
 HEADS = "zpartition/sequence/head_all_to_all.py _send_receive"
-SEND = "zpartition/pipeline/channels.py _post"
 
 Place = tuple[str, str, str]
 KNOWN: dict[str, set[Place]] = {
@@ -40,9 +39,9 @@ KNOWN: dict[str, set[Place]] = {
         *(("order", REDUCE, GATHER), ("order", REDUCE, HEADS), ("order", TOKENS, REDUCE)),
     },
     "3, tensor and expert": {("order", REDUCE, GATHER)},
-    "2, pipeline and sequence": {("order", REDUCE, HEADS), ("order", SEND, SEND)},
+    "2, pipeline and sequence": {("order", REDUCE, HEADS)},
     "3, pipeline and expert": {
-        *(("order", REDUCE, GATHER), ("order", TOKENS, REDUCE), ("order", SEND, SEND)),
+        *(("order", REDUCE, GATHER), ("order", TOKENS, REDUCE)),
     },
 }
 

@@ -9,6 +9,7 @@ With several micro-batches the embedding's gradients are sparse rows.  The bound
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -216,15 +217,16 @@ def test_a_split_stage_needs_explicit_tensor_parallel_specs() -> None:
 
 def in_parts(section: dict[str, bool]) -> tuple[dict[tuple[int, int], list[float]], set[str], int]:
     """Curves, labels of the collectives over tensor ranks, and elements that this rank sends to other stages."""
-    base, sent, post = PAIRS["tensor"], [0], Channels._post
+    base, sent, post = PAIRS["tensor"], [0], Channels._launch
     pair = attrs.evolve(base, section={**base.section, "pipeline": section})
 
-    def counted(self: Channels, data: Tensor, to: int) -> None:
-        sent[0] += data.numel() * (data.is_floating_point() and data.dim() > 0)  # not the load-balancing loss
-        post(self, data, to)
+    def counted(self: Channels, leaving: Sequence[tuple[Tensor, int]], coming: Any) -> None:
+        data = [each for each, _ in leaving if each.is_floating_point() and each.dim() > 0]  # no load-balancing loss
+        sent[0] += sum(each.numel() for each in data)
+        post(self, leaving, coming)
 
     with pytest.MonkeyPatch.context() as patch, zcomm.traced([]) as records:
-        patch.setattr(Channels, "_post", counted)
+        patch.setattr(Channels, "_launch", counted)
         curves = train(pair, 2, [(0, 4), (3, 1)])
     return curves, {each.label for each in records if "between stages" in each.label}, sent[0]
 

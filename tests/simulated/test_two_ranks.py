@@ -1,4 +1,4 @@
-"""Two ranks on the simulated device, Gloo in the place of NCCL: every row of the contract table trains."""
+"""Two ranks on the simulated device, Gloo in the place of NCCL: contract rows and pipelines train as on the host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import zcomm
 from zcomm.testing import run_ranks
 from zpartition.layout.link import measure_link
+from zpartition.pipeline import LayerSpec, PipelineModule, PipelineRunner, TiedLayerSpec
+from zpartition.pipeline.p2p import AgreedOrder
 
 CONTRACT = str(Path(__file__).parents[1] / "contract")
 WORLD_SIZE = 2
@@ -40,3 +44,48 @@ def measure_on_device() -> float:
 def test_ranks_agree_on_a_link_that_they_measure_on_the_device() -> None:
     first, second = run_ranks(measure_on_device, WORLD_SIZE)
     assert first == second > 0
+
+
+def as_scores(words: nn.Embedding, value: torch.Tensor) -> torch.Tensor:
+    return value @ words.weight.t()
+
+
+def pipelined(place: str, schedule: str, per_rank: int, dynamic: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Return losses of two batches and an evaluation, and the weights of this rank, trained on `place`."""
+    torch.manual_seed(0)
+    words = [TiedLayerSpec("words", nn.Embedding, 11, 8, **more) for more in ({}, {"forward_fn": as_scores})]
+    blocks = [LayerSpec(nn.Linear, 8, 8) for _ in range(2 * per_rank)]
+    loss = lambda scores, labels: nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())  # noqa: E731
+    model = PipelineModule(
+        [words[0], *blocks, words[1]], 2, loss_fn=loss, stages_per_rank=per_rank, dynamic_shape=dynamic
+    )
+    device = torch.device(place, torch.cuda.current_device()) if place == "cuda" else torch.device(place)
+    for part in (model, *model.tied_copies.values()):
+        part.to(device)
+    group = None if place == "cuda" else zcomm.duplicate_host_group(None)
+    runner = PipelineRunner.over(model, schedule, group, device)
+    assert isinstance(runner.p2p.messages, AgreedOrder) == (place == "cuda")
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3), []
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        sizes = [(2, 3 + micro * dynamic) for micro in range(4)]
+        data = [[torch.randint(11, size, generator=draw).to(device) for _ in "xy"] for size in sizes]
+        if step == 2:
+            losses.append(runner.eval_batch(iter(data), 4).item())
+            break
+        losses.append(runner.train_batch(iter(data), 4).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [param.detach().cpu() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
+)
+def test_a_pipeline_on_the_device_has_the_bits_of_the_host(schedule: str, per_rank: int, dynamic: bool) -> None:
+    host = run_ranks(pipelined, WORLD_SIZE, "cpu", schedule, per_rank, dynamic)
+    device = run_ranks(pipelined, WORLD_SIZE, "cuda", schedule, per_rank, dynamic)
+    for (losses, weights), (expected, reference) in zip(device, host, strict=True):
+        assert losses == expected
+        assert all(torch.equal(*pair) for pair in zip(weights, reference, strict=True))

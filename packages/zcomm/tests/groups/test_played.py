@@ -91,6 +91,24 @@ def test_messages_name_their_ends_and_the_answer_may_be_chosen() -> None:
     ]
 
 
+def test_messages_of_one_batch_are_one_launch() -> None:
+    calls: list[PlayedCall] = []
+
+    def batch(group: dist.ProcessGroup) -> list[dist.P2POp]:
+        peer = {"group": group, "group_peer": 1}
+        return [dist.P2POp(dist.isend, torch.ones(1), **peer), dist.P2POp(dist.irecv, torch.ones(1), **peer)]
+
+    with zcomm.played_world(2, 4, listen=calls.append):
+        group = zcomm.consecutive_group(2)
+        for _ in range(2):
+            dist.batch_isend_irecv(batch(group))
+        zcomm.barrier(group)
+        dist.send(torch.ones(1), group=group, group_dst=1)
+    assert [call.op for call in calls] == ["send", "recv", "send", "recv", "barrier", "send"]
+    assert [call.launch for call in calls] == [1, 1, 2, 2, 3, 4]
+    assert all("in test_messages_of_one_batch" in call.line for call in calls)
+
+
 def test_a_process_in_a_world_cannot_play_another() -> None:
     with zcomm.played_world(0, 2, listen=lambda call: None):
         second = zcomm.played_world(1, 2, listen=lambda call: None)

@@ -1,4 +1,4 @@
-"""Comparison of launches: three rules, and who is named."""
+"""Comparison of launches: four rules, and who is named."""
 
 from __future__ import annotations
 
@@ -78,6 +78,55 @@ def test_messages_are_received_in_the_order_of_sending() -> None:
     (found,) = disagreements({0: sent, 1: [ends("recv", 0, 1, 16), ends("recv", 0, 1)]})
     assert (found.rule, found.ranks, found.position) == ("messages", (0, 1), 0)
     assert "send from rank 0 to 1 of 8 bytes" in str(found)
+
+
+def message(op: str, source: int, target: int, launch: int = 0) -> PlayedCall:
+    return call(ALL, op, source=source, target=target, detail="", launch=launch)
+
+
+def test_two_ranks_that_each_send_first_are_named_unless_each_launches_both_as_one() -> None:
+    up, down = (0, 1), (1, 0)
+    crossed = {0: [message("send", *up), message("recv", *down)], 1: [message("send", *down), message("recv", *up)]}
+    (found,) = disagreements(crossed)
+    assert (found.rule, found.ranks, found.communicators) == ("order", (0, 1), (ALL,))
+    assert not list(disagreements({0: crossed[0], 1: crossed[1][::-1]}))
+    as_one = {rank: [message(each.op, each.source, each.target, 7) for each in crossed[rank]] for rank in crossed}
+    assert not list(disagreements(as_one))
+    assert not list(disagreements({0: as_one[0], 1: crossed[1]})), "one of them may launch singly, in any order"
+    with_sum = {rank: [*calls, call(ALL)] for rank, calls in as_one.items()}
+    assert not list(disagreements(with_sum))
+    (found,) = disagreements({0: with_sum[0], 1: with_sum[1][::-1]})
+    assert found.rule == "order"
+
+
+def test_a_ring_of_messages_is_a_circle_unless_each_rank_launches_its_two_as_one() -> None:
+    def ring(launch: int) -> dict[int, list[PlayedCall]]:
+        ranks = range(4)
+        return {
+            rank: [message("send", rank, (rank + 1) % 4, launch), message("recv", (rank - 1) % 4, rank, launch)]
+            for rank in ranks
+        }
+
+    assert not list(disagreements(ring(1)))
+    (found,) = disagreements(ring(0))
+    assert (found.rule, found.ranks) == ("circle", (0, 1))
+    assert "send from rank 0 to 1" in str(found)
+    even_first = {rank: calls if rank % 2 else calls[::-1] for rank, calls in ring(0).items()}
+    assert not list(disagreements(even_first))
+
+
+def test_messages_and_collectives_of_two_groups_that_wait_in_a_circle_are_named() -> None:
+    """Rank 0 sends before the sum of ranks 0 and 2, rank 1 receives after that of 1 and 3; 2 and 3 exchange, too."""
+    left, right = Communicator((0, 2), 0), Communicator((1, 3), 0)
+    launches = {
+        0: [call(left), message("send", 0, 1)],
+        1: [message("recv", 0, 1), call(right)],
+        2: [message("recv", 3, 2), call(left)],
+        3: [call(right), message("send", 3, 2)],
+    }
+    (found,) = disagreements(launches)
+    assert found.rule == "circle"
+    assert not list(disagreements({**launches, 2: launches[2][::-1]}))
 
 
 def test_a_circle_of_ranks_that_share_one_group_each_is_named() -> None:

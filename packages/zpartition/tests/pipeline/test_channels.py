@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 import zcomm
 from zcomm.testing import RankFailed, run_ranks
 from zpartition import ModelParallelGroup
-from zpartition.pipeline.channels import Channels
+from zpartition.pipeline.channels import Channels, PendingReceive
 
 SENT = [
     torch.arange(6.0).reshape(2, 3).requires_grad_(),
@@ -56,18 +57,34 @@ def test_messages_arrive_as_they_were_sent() -> None:
     assert errors[3].endswith("got a tuple of 17")
 
 
-def _both_first() -> tuple[list[float], set[tuple[int, int]]]:
-    """Both ranks send before they receive; returns the received values, and the directions with their own group."""
-    rank, down = torch.distributed.get_rank(), zcomm.duplicate_group(None)
-    channels = Channels(None, torch.device("cpu"), down=down)
-    channels.send(torch.full((2,), float(rank)), 1 - rank, edge=0)
-    got: Any = channels.receive(1 - rank, edge=1)
+def _crossing() -> list[list[float]]:
+    """Both ranks send to each other in one exchange, twice; shapes travel with the first message of an edge."""
+    rank, channels, launched = torch.distributed.get_rank(), Channels(None, torch.device("cpu")), []
+    post, found = torch.distributed.batch_isend_irecv, []
+
+    def noted(posted: list[Any]) -> list[Any]:
+        launched.append(sorted((each.op.__name__, each.tensor.numel()) for each in posted))
+        return post(posted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "batch_isend_irecv", noted)
+        for number in range(2):
+            values = [torch.full((3,), 10.0 * rank + number), torch.full((3,), 10.0 * rank + number + 5)]
+            sends = [channels.prepare(value, 1 - rank, edge=2 + rank) for value in values]
+            receives = [PendingReceive(channels, 1 - rank, edge=3 - rank) for _ in values]
+            channels.exchange(sends, receives)
+            found += [each.wait().tolist() for each in receives]
     channels.flush()
-    return got.tolist(), {(a, b) for a, b in ((0, 1), (1, 0)) if channels.group_for(a, b) is down}
+    data = [("irecv", 3)] * 2 + [("isend", 3)] * 2
+    assert launched == [[("irecv", 2 + 16 * 11), ("isend", 2 + 16 * 11)], data, data]
+    return found
 
 
-def test_messages_to_lower_ranks_have_their_own_group() -> None:
-    assert run_ranks(_both_first, 2) == [([1.0, 1.0], {(1, 0)}), ([0.0, 0.0], {(1, 0)})]
+def test_crossing_messages_are_launched_as_one() -> None:
+    assert run_ranks(_crossing, 2) == [
+        [[10.0] * 3, [15.0] * 3, [11.0] * 3, [16.0] * 3],
+        [[0.0] * 3, [5.0] * 3, [1.0] * 3, [6.0] * 3],
+    ]
 
 
 def _in_parts(is_cut: bool, differs: bool) -> tuple[list[int], list[torch.Tensor]]:
@@ -76,15 +93,15 @@ def _in_parts(is_cut: bool, differs: bool) -> tuple[list[int], list[torch.Tensor
     tensor = ModelParallelGroup.of(groups.tensor()) if is_cut else None
     channels, stage = Channels(groups.pipeline(), torch.device("cpu")), torch.distributed.get_rank() // 2
     sizes: list[int] = []
-    post = Channels.post_receive
+    post = Channels.post_receives
 
-    def noted(self: Channels, source: int, data: torch.Tensor) -> Any:
-        sizes.append(data.numel())
-        return post(self, source, data)
+    def noted(self: Channels, pending: PendingReceive, made: Sequence[torch.Tensor]) -> None:
+        sizes.extend(data.numel() for data in made)
+        post(self, pending, made)
 
     generator, got = torch.Generator().manual_seed(1), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channels, "post_receive", noted)
+        patch.setattr(Channels, "post_receives", noted)
         for _ in range(3):
             wide, odd = torch.randn(4, 6, generator=generator), torch.randn(5, generator=generator)
             wide += differs * torch.distributed.get_rank()

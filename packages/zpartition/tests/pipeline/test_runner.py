@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zcomm
 from zcomm.testing import run_ranks
 from zpartition.pipeline import Action, LayerSpec, PipelineModule, PipelineRunner, ScheduleError, TiedLayerSpec
 
@@ -151,6 +152,36 @@ def test_micro_batches_of_different_shapes_raise_without_dynamic_shape() -> None
     losses, _ = alone(**lengths)
     for rank_losses, _, _ in run_ranks(in_stages, 2, "1f1b", {"dynamic_shape": True}, lengths):
         assert rank_losses == pytest.approx(losses, rel=1e-6)
+
+
+def in_agreed_order(schedule: str, module_options: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Train as on a device that executes messages in the order of their launches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zcomm, "runs_in_order", lambda device, group=None: True)
+        losses, weights, _ = in_stages(schedule, dict(module_options), options)
+    return losses, weights
+
+
+@pytest.mark.parametrize(
+    ("world", "schedule", "module_options", "options"),
+    [
+        (4, "gpipe", {}, {}),
+        (4, "1f1b", {}, {}),
+        (2, "interleaved", {"stages_per_rank": 2, "partition_method": "uniform"}, {}),
+        (4, "zero_bubble", {}, {}),
+        (2, "1f1b", {"dynamic_shape": True}, {"lengths": (3, 7, 5, 4)}),
+        (2, "interleaved", {"stages_per_rank": 2, "dynamic_shape": True}, {"lengths": (3, 7, 5, 4)}),
+    ],
+)
+def test_messages_in_the_agreed_order_give_the_same_bits(
+    world: int, schedule: str, module_options: dict[str, Any], options: dict[str, Any]
+) -> None:
+    independent = run_ranks(in_stages, world, schedule, dict(module_options), options)
+    for found, (losses, weights, _) in zip(
+        run_ranks(in_agreed_order, world, schedule, module_options, options), independent, strict=True
+    ):
+        assert found[0] == losses
+        assert all(torch.equal(found[1][name], value) for name, value in weights.items())
 
 
 def mistakes() -> list[str]:

@@ -14,7 +14,8 @@ one sends: a gather repeats its input, a reduction leaves it as it is, a message
 by default.  What other answers are possible is the caller's affair (`zengine.ordering`).
 
 A communicator is named by its ranks and by the number of earlier groups of the same ranks, which is equal on all of
-them, as torch's own names need not be.
+them, as torch's own names need not be.  Operations of one `batch_isend_irecv` have one number of launch, as NCCL
+executes them as one; whoever calls it is told by the stack, so that no function of torch is replaced.
 
 Rejected: torch's back end "fake" (it announces nothing, and a dispatch mode that would is local to a thread);
 answers of ranks in other threads (torch's world and its modes are global, and a thousand engines do not fit).
@@ -23,6 +24,7 @@ answers of ranks in other threads (torch's world and its modes are global, and a
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -78,6 +80,7 @@ class PlayedCall:
     thread: str  # name of the thread
     code: CodeType | None  # function that launched it, outside of zcomm and torch
     offset: int  # instruction in `code`
+    launch: int = 0  # number of the launch on this rank; operations of one `batch_isend_irecv` share it
 
     @property
     def line(self) -> str:
@@ -117,6 +120,20 @@ class _Stage:
     store: _Store = attrs.field(factory=lambda: _Store())  # torch holds its C++ part alone
     counts: Counter[tuple[int, ...]] = attrs.field(factory=Counter)  # groups made, by their ranks
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # launches are announced one at a time
+    num_launches: int = 0
+    batches: dict[int, tuple[Any, int]] = attrs.field(
+        factory=dict
+    )  # by thread: frame of its last `batch_isend_irecv`, held so that no later one is taken for it, and its launch
+
+    def launch_of(self, batch: Any) -> int:
+        """Return the number of an operation's launch; `batch`: the frame of a batch, or None."""
+        last, number = self.batches.pop(threading.get_ident(), (None, 0))
+        if batch is None or batch is not last:
+            self.num_launches += 1
+            number = self.num_launches
+        if batch is not None:
+            self.batches[threading.get_ident()] = batch, number
+        return number
 
 
 _stage: _Stage | None = None  # of the present played world; torch makes groups by a global table, too
@@ -141,21 +158,22 @@ class _PlayedGroup(compat.ProcessGroup):  # type: ignore[misc]  # a class of tor
     ) -> Any:
         stage = self._played_stage
         payload = max(results, sent, key=lambda side: sum(each.nbytes for each in side))
-        code, offset = _launching_line()
-        call = PlayedCall(
-            communicator=self.communicator,
-            op=op,
-            nbytes=sum(each.nbytes for each in payload),
-            dtype=str(payload[0].dtype).removeprefix("torch.") if payload else "",
-            detail=detail,
-            source=peers[0],
-            target=peers[1],
-            label=_label(),
-            thread=threading.current_thread().name,
-            code=code,
-            offset=offset,
-        )
+        (code, offset), batch = _launching_line()
         with stage.lock:
+            call = PlayedCall(
+                communicator=self.communicator,
+                op=op,
+                nbytes=sum(each.nbytes for each in payload),
+                dtype=str(payload[0].dtype).removeprefix("torch.") if payload else "",
+                detail=detail,
+                source=peers[0],
+                target=peers[1],
+                label=_label(),
+                thread=threading.current_thread().name,
+                code=code,
+                offset=offset,
+                launch=stage.launch_of(batch),
+            )
             stage.listen(call)
         with torch.no_grad():
             stage.answer(call, results, sent)
@@ -337,15 +355,20 @@ _OWN = tuple(
 )
 
 
-def _launching_line() -> tuple[CodeType | None, int]:
-    """Find the innermost frame outside of zcomm, torch and the standard library."""
+_BATCH = inspect.unwrap(dist.batch_isend_irecv).__code__
+
+
+def _launching_line() -> tuple[tuple[CodeType | None, int], Any]:
+    """Find the innermost frame outside of zcomm, torch and the standard library, and torch's frame of a batch."""
     frame: Any = sys._getframe(2)
+    batch = None
     while frame is not None:
         name = frame.f_code.co_filename
         is_library = name.startswith(_OWN) and not (
             name.startswith(_OWN[2]) and "-packages" + os.sep in name and not name.startswith(_OWN[1])
         )
         if not is_library and not name.startswith("<"):
-            return frame.f_code, frame.f_lasti
+            return (frame.f_code, frame.f_lasti), batch
+        batch = frame if frame.f_code is _BATCH else batch
         frame = frame.f_back
-    return None, 0
+    return (None, 0), batch

@@ -5,10 +5,14 @@ Four rules, each of which NCCL demands:
 1. The members of a communicator launch the same collectives over it, in one order: operation, bytes, dtype, reduction
    or sender.
 2. A rank sends another what that one receives, in one order.
-3. Ranks that share several communicators launch what belongs to these in one order: a kernel of one communicator may
-   wait on one rank for a kernel of the other, which waits on a second rank for the first.
+3. Two ranks launch what both take part in, messages between them and collectives, in one order over all
+   communicators: the kernel of one launch may wait on one rank for that of another, which waits on the second rank
+   for the first.
 4. No larger circle of ranks waits in this way: if every rank finishes what it launches before it launches more, the
    run comes to its end.  Examined if the other rules hold.
+
+Messages of one `batch_isend_irecv` are one launch: their order counts between two ranks in one direction, where NCCL
+matches them by it (rule 2), and nowhere else.
 
 Groups on the host (Gloo) have threads of their own and no kernels; rules 3 and 4 leave them out.  Labels of zcomm's
 calls count, too: they are equal on all ranks, and tell apart two buckets of one size.  A breach is reported once for
@@ -18,8 +22,9 @@ each pair of launching lines, with the first ranks and the position.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, final
 
 import attrs
 
@@ -27,6 +32,7 @@ from zcomm import Communicator, PlayedCall
 
 __all__ = ["Disagreement", "disagreements"]
 
+T = TypeVar("T")
 Launches = Mapping[int, Sequence[PlayedCall]]  # rank -> in order of launch
 
 _ANY_SIZE = "of unequal slices"  # operations whose bytes differ between ranks
@@ -90,7 +96,9 @@ def _collectives(launches: Launches) -> Iterator[Disagreement]:
         members = [rank for rank in communicator.ranks if rank in launches]
         for other in members[1:]:
             pair = members[0], other
-            yield from _first("collectives", (communicator,), pair, (by_rank[pair[0]], by_rank[other]), _signature)
+            yield from _first(
+                "collectives", (communicator,), pair, (by_rank[pair[0]], by_rank[other]), _signature, _itself
+            )
 
 
 def _messages(launches: Launches) -> Iterator[Disagreement]:
@@ -106,13 +114,14 @@ def _messages(launches: Launches) -> Iterator[Disagreement]:
     for (communicator, source, target), both in ends.items():
         if source in launches and target in launches:
             sides = both["send"], both["recv"]
-            yield from _first("messages", (communicator,), (source, target), sides, _message)
+            yield from _first("messages", (communicator,), (source, target), sides, _message, _itself)
 
 
 def _orders(launches: Launches) -> Iterator[Disagreement]:
     """Rule 3."""
     device = {rank: _on_device(calls) for rank, calls in launches.items()}
     used = {rank: frozenset(call.communicator for call in calls) for rank, calls in device.items()}
+    has_messages = {call.communicator for calls in device.values() for call in calls if call.source >= 0}
     cut: dict[tuple[int, Two], list[PlayedCall]] = {}
 
     def of(rank: int, both: Two) -> list[PlayedCall]:
@@ -122,75 +131,157 @@ def _orders(launches: Launches) -> Iterator[Disagreement]:
 
     for pair in itertools.combinations(launches, 2):
         shared = sorted(used[pair[0]] & used[pair[1]], key=lambda each: (each.ranks, each.number))
-        for both in itertools.combinations(shared, 2):
-            first, second = ([call for call in of(rank, both) if _concerns(call, pair)] for rank in pair)
-            yield from _first("order", both, pair, (first, second), lambda call: (call.communicator, _ends(call)))
+        alone = ((each, each) for each in shared if each in has_messages)
+        for both in itertools.chain(alone, itertools.combinations(shared, 2)):
+            first, second = (_merged([call for call in of(rank, both) if _concerns(call, pair)]) for rank in pair)
+            if _conflict(first, second):
+                yield from _first("order", tuple(dict.fromkeys(both)), pair, (first, second), _parts, _call_of)
 
 
 Two = tuple[Communicator, Communicator]
+Part = tuple[Communicator, int, int]  # and the ends of a message, or -1
+Numbered = tuple[Part, int]  # an operation: its number among those of the same part, from 1
 
 
 def _on_device(calls: Sequence[PlayedCall]) -> list[PlayedCall]:
     return [call for call in calls if not call.communicator.is_on_host]
 
 
+def _merged(calls: Iterable[PlayedCall]) -> list[list[PlayedCall]]:
+    """Return the operations of each launch; a number of 0 is no launch of several."""
+    found: dict[int, list[PlayedCall]] = {}
+    for position, call in enumerate(calls):
+        found.setdefault(call.launch or ~position, []).append(call)
+    return list(found.values())
+
+
+def _part(call: PlayedCall) -> Part:
+    return call.communicator, call.source, call.target
+
+
+def _conflict(first: Sequence[Sequence[PlayedCall]], second: Sequence[Sequence[PlayedCall]]) -> bool:
+    """Return whether two ranks do not launch the same, or two operations in opposite orders."""
+    place = {each: position for position, operations in enumerate(_numbered(second)) for each in operations}
+    furthest = -1
+    for operations in _numbered(first):
+        found = [place.pop(each, -1) for each in operations]
+        if min(found) < max(furthest, 0):
+            return True
+        furthest = max(furthest, *found)
+    return bool(place)
+
+
+def _numbered(launches: Sequence[Sequence[PlayedCall]]) -> Iterator[list[Numbered]]:
+    """Yield the operations of each launch, numbered among those of the same ends."""
+    seen: Counter[Part] = Counter()
+    for calls in launches:
+        numbered = []
+        for part in map(_part, calls):
+            seen[part] += 1
+            numbered.append((part, seen[part]))
+        yield numbered
+
+
+def _parts(calls: Sequence[PlayedCall]) -> Counter[Part]:
+    return Counter(map(_part, calls))
+
+
+def _call_of(calls: Sequence[PlayedCall]) -> PlayedCall:
+    return calls[0]
+
+
+def _itself(call: PlayedCall) -> PlayedCall:
+    return call
+
+
 def _circle(launches: Launches, is_due: Callable[[], bool]) -> Iterator[Disagreement]:
-    """Rule 4: let all ranks proceed, each operation when all its ranks have come to it."""
+    """Rule 4: let all ranks proceed, each launch when all ranks of its operations have come to them."""
     if not is_due():
         return
-    left = {rank: deque(_on_device(calls)) for rank, calls in launches.items()}
-    ready = deque(left)
-    while ready:
-        rank = ready.popleft()
-        while left[rank] and not _missing(left, rank):
-            together = _members(left[rank][0], launches)
-            for each in together:
-                left[each].popleft()
-            ready.extend(each for each in together if each != rank)
-    stuck = [rank for rank, calls in left.items() if calls]
+    state = _Proceeding(launches)
+    state.run()
+    stuck = [rank for rank, left in state.left.items() if left]
     if not stuck:
         return
     path = [stuck[0]]
-    while (late := _missing(left, path[-1])) and late[0] not in path:
+    while (late := state.missing(path[-1])) and late[0] not in path:
         path.append(late[0])
     circle = path[path.index(late[0]) :] if late else path
     first, second = circle[0], circle[1 % len(circle)]
-    calls = left[first][0], left[second][0] if left[second] else None
+    calls = state.left[first][0][0], state.left[second][0][0] if state.left[second] else None
     named = tuple(call.communicator for call in calls if call is not None)
-    position = len(_on_device(launches[first])) - len(left[first])
+    position = len(_merged(_on_device(launches[first]))) - len(state.left[first])
     yield Disagreement(rule="circle", communicators=named, ranks=(first, second), position=position, calls=calls)
 
 
-def _members(call: PlayedCall, launches: Mapping[int, object]) -> list[int]:
-    """Return the played ranks of an operation."""
-    ranks = call.communicator.ranks
-    all_ranks = ranks if call.source < 0 else (ranks[call.source], ranks[call.target])
-    return [rank for rank in all_ranks if rank in launches]
+@final
+class _Proceeding:
+    """Ranks that each finish a launch before the next one.
 
+    An operation is complete when all its played ranks have begun it; which one of several with the same ends it is,
+    is its number on each of these ranks.
+    """
 
-def _missing(left: Mapping[int, deque[PlayedCall]], rank: int) -> list[int]:
-    """Return the ranks for which the next operation of `rank` waits."""
-    if not left[rank]:
-        return []
-    call = left[rank][0]
-    mine = call.communicator, _ends(call)
-    others = ((other, left[other]) for other in _members(call, left))
-    return [other for other, calls in others if not calls or (calls[0].communicator, _ends(calls[0])) != mine]
+    def __init__(self, launches: Launches) -> None:
+        self.left = {rank: deque(_merged(_on_device(calls))) for rank, calls in launches.items()}
+        self._numbered = {rank: _numbered(tuple(left)) for rank, left in self.left.items()}
+        self._awaited: dict[int, list[Numbered]] = {}  # of the first launch left
+        self._begun: dict[Numbered, set[int]] = defaultdict(set)  # ranks
+        self._members: dict[Part, list[int]] = {}  # played ranks
+
+    def run(self) -> None:
+        """Proceed until no rank can."""
+        for rank in self.left:
+            self._begin(rank)
+        ready = deque(self.left)
+        while ready:
+            rank = ready.popleft()
+            while self.left[rank] and not self._incomplete(rank):
+                self.left[rank].popleft()
+                self._begin(rank)
+                complete = (each for each in self._awaited[rank] if self._is_complete(each))
+                ready.extend(other for part, _ in complete for other in self.members(part) if other != rank)
+
+    def missing(self, rank: int) -> list[int]:
+        """Return the ranks for which the first launch left of `rank` waits."""
+        awaited = self._incomplete(rank)
+        return [other for each in awaited for other in self.members(each[0]) if other not in self._begun[each]]
+
+    def members(self, part: Part) -> list[int]:
+        """Return the played ranks of operations."""
+        if part not in self._members:
+            communicator, source, target = part
+            ranks = communicator.ranks
+            all_ranks = ranks if source < 0 else (ranks[source], ranks[target])
+            self._members[part] = [rank for rank in dict.fromkeys(all_ranks) if rank in self.left]
+        return self._members[part]
+
+    def _begin(self, rank: int) -> None:
+        """Begin the first launch left."""
+        self._awaited[rank] = next(self._numbered[rank], [])
+        for each in self._awaited[rank]:
+            self._begun[each].add(rank)
+
+    def _incomplete(self, rank: int) -> list[Numbered]:
+        return [each for each in self._awaited[rank] if not self._is_complete(each)]
+
+    def _is_complete(self, operation: Numbered) -> bool:
+        return len(self._begun[operation]) == len(self.members(operation[0]))
 
 
 def _first(
     rule: str,
     communicators: tuple[Communicator, ...],
     pair: tuple[int, int],
-    sides: tuple[Sequence[PlayedCall], Sequence[PlayedCall]],
-    of: Callable[[PlayedCall], object],
+    sides: tuple[Sequence[T], Sequence[T]],
+    of: Callable[[T], object],
+    call_of: Callable[[T], PlayedCall],
 ) -> Iterator[Disagreement]:
     """Yield the first difference of two sequences, if there is one."""
     for position, (mine, theirs) in enumerate(itertools.zip_longest(*sides)):
         if mine is None or theirs is None or of(mine) != of(theirs):
-            yield Disagreement(
-                rule=rule, communicators=communicators, ranks=pair, position=position, calls=(mine, theirs)
-            )
+            calls = None if mine is None else call_of(mine), None if theirs is None else call_of(theirs)
+            yield Disagreement(rule=rule, communicators=communicators, ranks=pair, position=position, calls=calls)
             return
 
 
@@ -201,10 +292,6 @@ def _signature(call: PlayedCall) -> tuple[str, int, str, str, str]:
 
 def _message(call: PlayedCall) -> tuple[int, str]:
     return call.nbytes, call.dtype
-
-
-def _ends(call: PlayedCall) -> tuple[int, int]:
-    return call.source, call.target
 
 
 def _concerns(call: PlayedCall, pair: tuple[int, int]) -> bool:

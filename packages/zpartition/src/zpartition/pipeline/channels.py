@@ -1,15 +1,14 @@
 """Channels: tensors from one rank of a pipeline to another.
 
-Sends do not block, receives do: with a validated schedule no order of them can deadlock.  A message is a tensor or a
-tuple of tensors and None; floating tensors carry gradients back.
+A message is a tensor or a tuple of tensors and None; floating tensors carry gradients back.
 
-On a CPU a receive is posted before it is waited for (`expect_receive`), so that a message needs no handshake.  A
-GPU's queues execute in posting order, where an early receive would block the work behind it.  If two ranks each send
-to the other first, both sends would block both receives; so on GPUs messages to lower ranks have their own process
-group, and thereby their own queues (`down`).
+On a CPU messages travel independently.  Sends do not block, and a receive is posted before it is waited for
+(`expect_receive`), so that a message needs no handshake.  A GPU executes messages in the order of their launches, on
+which all ranks must agree; the caller decides it (`exchange`).  Several messages launched as one, in both directions
+and with any ranks, proceed in any order; NCCL executes them as one kernel.
 
 Shapes are sent with the first message of an edge, and with every message if they change (`dynamic_shape`); a change
-without that raises on the sending rank.
+without that raises on the sending rank.  Messages launched as one send all their shapes first, likewise as one.
 
 Tensor ranks have equal activations.  With their group (`mp_group`) each of them sends its part of a floating tensor
 to the same tensor rank of the next stage, and these gather the parts: links between stages carry every byte once,
@@ -45,6 +44,16 @@ Meta = tuple[tuple[int, int, tuple[int, ...]] | None, ...]  # (dtype number, has
 
 
 @final
+@attrs.frozen(eq=False)
+class PreparedSend:
+    """A message that has been checked, and can be sent."""
+
+    to: int  # receiving rank
+    header: Tensor | None  # (_HEADER,) int64, if the receiver does not know the shapes
+    parts: tuple[Tensor, ...]  # contiguous; without empty ones
+
+
+@final
 @attrs.define(eq=False)
 class Channels:
     """The channels of one rank.  `flush` at the end of a batch waits for its sends."""
@@ -52,9 +61,6 @@ class Channels:
     group: ProcessGroup | None
     device: torch.device
     dynamic: bool = False
-    down: ProcessGroup | None = attrs.field(
-        default=attrs.Factory(lambda self: self.group, takes_self=True)
-    )  # the same ranks, for messages to lower ranks
     known: dict[tuple[str, int, int], tuple[bool, Meta]] = attrs.field(
         factory=dict
     )  # (direction, peer, edge) -> last shapes
@@ -63,25 +69,28 @@ class Channels:
         factory=set
     )  # (peer, edge) whose parts tensor ranks have compared in this batch
 
-    def send(self, message: Message, to: int, edge: int, mp_group: ModelParallelGroup | None = None) -> None:
-        """Send to rank `to` of the group; `edge` numbers the connection, equal on both sides.
+    def prepare(
+        self, message: Message, to: int, edge: int, mp_group: ModelParallelGroup | None = None
+    ) -> PreparedSend:
+        """Check a message for rank `to` of the group; messages of an edge are sent in the order of preparation.
 
+        edge: number of the connection, equal on both sides.
         mp_group: ranks that send the same message, each a part of its floating tensors.
         """
         parts, is_tuple = _split_message(message)
         meta = _make_meta(parts)
-        before = self.known.get(("to", to, edge))
+        before, header = self.known.get(("to", to, edge)), None
         if before is None or self.dynamic:
             header = _encode(is_tuple, meta).to(self.device)
             if mp_group is not None and mp_group.size > 1:
                 _check_equal_shapes(header, mp_group)
-            self._post(header, to)
             self.known["to", to, edge] = (is_tuple, meta)
         elif before != (is_tuple, meta):
             raise ValueError(
                 f"a pipeline stage sends {_describe_meta(meta)} after {_describe_meta(before[1])}: micro-batches of "
                 "different shapes need PipelineModule(dynamic_shape=True)"
             )
+        sent = []
         for part in parts:
             if part is not None and part.numel():
                 data = part.detach().contiguous()
@@ -89,46 +98,69 @@ class Channels:
                     if (to, edge) not in self.compared:
                         _check_equal(data, mp_group)
                     data = data.view(mp_group.size, -1)[mp_group.rank]
-                self._post(data, to)
+                sent.append(data.to(self.device))
         self.compared.add((to, edge))
+        return PreparedSend(to, header, tuple(sent))
+
+    def exchange(self, sends: Sequence[PreparedSend], receives: Sequence[PendingReceive]) -> None:
+        """Launch messages as one; the receives must not have begun.
+
+        Waits for the shapes that are not known.
+        """
+        asking = [each for number, each in enumerate(receives) if each.needs_header(receives[:number])]
+        self._launch(
+            [(each.header, each.to) for each in sends if each.header is not None],
+            [(each, each.make_header()) for each in asking],
+        )
+        for each in asking:
+            each.read_header()
+        self._launch(
+            [(part, each.to) for each in sends for part in each.parts],
+            [(each, part) for each in receives for part in each.make_parts()],
+        )
+
+    def send(self, message: Message, to: int, edge: int, mp_group: ModelParallelGroup | None = None) -> None:
+        """Send to rank `to` of the group; see `prepare`."""
+        self.exchange([self.prepare(message, to, edge, mp_group)], [])
 
     def receive(self, source: int, edge: int) -> Message:
         """Receive from rank `source`; floating tensors that required gradients there require them here."""
-        return self.expect_receive(source, edge).wait()
+        pending = PendingReceive(self, source, edge)
+        self.exchange([], [pending])
+        return pending.wait()
 
     def expect_receive(self, source: int, edge: int, mp_group: ModelParallelGroup | None = None) -> PendingReceive:
-        """Return the next message of rank `source`, to be waited for; one at a time for each rank."""
+        """Return the next message of rank `source`, to be waited for; one at a time for each rank.
+
+        Posts what can be posted now: the message, or its shapes.
+        """
         pending = PendingReceive(self, source, edge, mp_group)
-        if not zcomm.runs_in_order(self.device, self.group):
-            pending.begin()
+        self.post_receives(pending, [pending.make_header()] if pending.needs_header() else pending.make_parts())
         return pending
 
-    def known_shapes(self, source: int, edge: int) -> tuple[bool, Meta] | None:
-        """Return the shapes of the next message, if known."""
-        return None if self.dynamic else self.known.get(("from", source, edge))
+    def post_receives(self, pending: PendingReceive, made: Sequence[Tensor]) -> None:
+        """Post receives into the memory that `pending` has made."""
+        self._launch([], [(pending, data) for data in made])
 
-    def post_receive(self, source: int, data: Tensor) -> Any:
-        """Post a receive into `data`; returns the handle."""
+    def _launch(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[PendingReceive, Tensor]]) -> None:
+        """Post sends and receives as one operation, if the back end can.
+
+        sent: with the receiving ranks.
+        received: memory, with the messages that wait for it.
+        """
+        posted = [dist.P2POp(dist.isend, data, group=self.group, group_peer=to) for data, to in sent]
+        posted += [dist.P2POp(dist.irecv, data, group=self.group, group_peer=each.source) for each, data in received]
+        if not posted:
+            return
         try:
-            return dist.irecv(data, group=self.group_for(source, self.rank), group_src=source)
+            works = dist.batch_isend_irecv(posted)
         except RuntimeError as error:
             raise _message_error(error) from error
-
-    def _post(self, data: Tensor, to: int) -> None:
-        data = data.to(self.device)
-        try:
-            self.in_flight.append((dist.isend(data, group=self.group_for(self.rank, to), group_dst=to), data))
-        except RuntimeError as error:
-            raise _message_error(error) from error
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process in `group`."""
-        return dist.get_rank(self.group)
-
-    def group_for(self, source: int, to: int) -> ProcessGroup | None:
-        """Return the group in which `source` sends to `to`."""
-        return self.group if source < to else self.down
+        if len(works) < len(posted):  # one for all of them
+            works *= len(posted)
+        self.in_flight += [(work, data) for work, (data, _) in zip(works, sent)]
+        for work, (pending, _) in zip(works[len(sent) :], received):
+            pending.works.append(work)
 
     def flush(self) -> None:
         """Wait until all sends have completed."""
@@ -154,37 +186,58 @@ class PendingReceive:
     source: int
     edge: int
     mp_group: ModelParallelGroup | None = None  # ranks that receive parts of the same message
-    has_begun: bool = False
+    header: Tensor | None = None  # memory for the shapes, while they are awaited
+    shapes: tuple[bool, Meta] | None = None  # once its tensors are awaited
     parts: list[Tensor | None] = attrs.field(factory=list)  # memory for what comes
     works: list[Any] = attrs.field(factory=list)  # receives in flight
     pieces: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)  # (received part, memory for the whole tensor)
 
-    def begin(self) -> None:
-        """Post the receives that can be posted now."""
-        self.has_begun = True
-        known = self.channels.known_shapes(self.source, self.edge)
-        if known is None:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self.channels.device)
-            self._receive(header)
-        else:
-            self._post_tensors(known[1])
+    def needs_header(self, earlier: Sequence[PendingReceive] = ()) -> bool:
+        """Return whether the sender sends a header, given messages that are received before in the same operation."""
+        if self.channels.dynamic:
+            return True
+        is_first = all((each.source, each.edge) != (self.source, self.edge) for each in earlier)
+        return is_first and ("from", self.source, self.edge) not in self.channels.known
+
+    def make_header(self) -> Tensor:
+        """Return memory for the header: (_HEADER,) int64."""
+        self.header = torch.empty(_HEADER, dtype=torch.int64, device=self.channels.device)
+        return self.header
+
+    def read_header(self) -> None:
+        """Wait for the header."""
+        self._wait_receives()
+        assert self.header is not None
+        self.shapes = self.channels.known["from", self.source, self.edge] = _decode(self.header.tolist())
+        self.header = None
+
+    def make_parts(self) -> list[Tensor]:
+        """Return memory for the tensors that are sent, or their parts; the shapes must be known."""
+        _, meta = self.shapes = self.shapes or self.channels.known["from", self.source, self.edge]
+        made: list[Tensor] = []
+        for each in meta:
+            whole = (
+                None if each is None else torch.empty(each[2], dtype=_DTYPES[each[0]], device=self.channels.device)
+            )
+            self.parts.append(whole)
+            if whole is None or not whole.numel():
+                continue
+            if self.mp_group is not None and _is_cut(whole, self.mp_group):
+                self.pieces.append((whole.new_empty(whole.numel() // self.mp_group.size), whole))
+            made.append(self.pieces[-1][0] if self.pieces and self.pieces[-1][1] is whole else whole)
+        return made
 
     def wait(self) -> Message:
         """Wait for the message and return it."""
-        if not self.has_begun:
-            self.begin()
-        if (known := self.channels.known_shapes(self.source, self.edge)) is None:
-            self._wait_receives()
-            (header,) = self.parts
-            assert header is not None
-            known = self.channels.known["from", self.source, self.edge] = _decode(header.tolist())
-            self.parts.clear()
-            self._post_tensors(known[1])
+        if self.header is not None:
+            self.read_header()
+            self.channels.post_receives(self, self.make_parts())
         self._wait_receives()
         for piece, whole in self.pieces:
             group = None if self.mp_group is None else self.mp_group.group
             zcomm.all_gather(whole.view(-1), piece, group, label="parts of a message between stages")
-        is_tuple, meta = known
+        assert self.shapes is not None
+        is_tuple, meta = self.shapes
         for part, each in zip(self.parts, meta):
             if part is not None and each is not None:
                 part.requires_grad_(bool(each[1]))
@@ -193,35 +246,19 @@ class PendingReceive:
     def reply_header(self) -> list[int]:
         """Return the header that this message has, if it answers one that this rank has sent.
 
-        Gradients have the shapes of the activations that were sent, and tied gradients those of the weights.
+        Gradients have the shapes of the activations that were sent, and tied gradients those of the weights.  For
+        an activation, which answers none, it is that of the last activation that this rank has sent.
         """
-        is_tied = self.edge >= TIED_EDGE
-        is_tuple, meta = self.channels.known["to", self.source, self.edge if is_tied else self.edge + 1]
-        if not is_tied:
+        known, is_gradient = self.channels.known, self.edge < TIED_EDGE and self.edge % 2 == 1
+        if self.edge >= TIED_EDGE or is_gradient:
+            key = "to", self.source, self.edge + is_gradient
+        else:
+            key = next(key for key in reversed(known) if key[0] == "to" and key[2] < TIED_EDGE and key[2] % 2 == 0)
+        is_tuple, meta = known[key]
+        if is_gradient:
             meta = tuple(None if each is None or not each[1] else (each[0], 0, each[2]) for each in meta)
         header: list[int] = _encode(is_tuple, meta).tolist()
         return header
-
-    def _post_tensors(self, meta: Meta) -> None:
-        for each in meta:
-            if each is None:
-                self.parts.append(None)
-                continue
-            made = torch.empty(each[2], dtype=_DTYPES[each[0]], device=self.channels.device)
-            if self.mp_group is None or not _is_cut(made, self.mp_group):
-                self._receive(made)
-                continue
-            self.parts.append(made)
-            self.pieces.append((made.new_empty(made.numel() // self.mp_group.size), made))
-            self._begin_receiving(self.pieces[-1][0])
-
-    def _receive(self, data: Tensor) -> None:
-        self.parts.append(data)
-        self._begin_receiving(data)
-
-    def _begin_receiving(self, data: Tensor) -> None:
-        if data.numel():
-            self.works.append(self.channels.post_receive(self.source, data))
 
     def _wait_receives(self) -> None:
         _wait_all(self.works)

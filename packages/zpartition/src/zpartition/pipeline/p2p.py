@@ -1,12 +1,17 @@
 """Point-to-point messages of a batch: activations and gradients between stages, and tied weights.
 
-Messages go through channels, or directly where both stages are on one rank.  A rank receives a peer's messages in
-the order in which the peer's schedule sends them, and keeps those that it does not need yet.  So messages need no
-tags, which not every backend supports.
+Messages go through channels, or directly where both stages are on one rank.  They need no tags, which not every
+backend supports: both ranks know from the schedule which message comes next.
+
+On a CPU each message travels by itself: it is sent when it is computed, and a receive is posted before it is waited
+for, so that no message needs a handshake (`EarlyReceives`).  A rank receives a peer's messages in the order in which
+the peer's schedule sends them, and keeps those that it does not need yet.  A GPU executes messages in the order of
+their launches, which all ranks agree on (`AgreedOrder`; see launch_order.py).
 
 The owner of a tied weight broadcasts it before a batch to the ranks of the other stages that use it.  They compute
 with copies that no optimizer sees, and send back the gradients, which the owner accumulates by one more backward of
-its parameter.
+its parameter.  All ranks go through tied weights, their copies and parameters in one order, so these messages have an
+agreed order, too.
 """
 
 from __future__ import annotations
@@ -21,11 +26,124 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.layout.model_parallel import ModelParallelGroup
-from zpartition.pipeline.channels import TIED_EDGE, Channels, PendingReceive
+from zpartition.pipeline.channels import TIED_EDGE, Channels, PendingReceive, PreparedSend
+from zpartition.pipeline.launch_order import Launch, StageMessage, launch_order, sent_messages
 from zpartition.pipeline.module import PipelineModule
-from zpartition.pipeline.schedule import ActionKind, Schedule
+from zpartition.pipeline.schedule import Schedule
 
-MessageKey = tuple[int, int, bool]  # (stage that receives, micro-batch, whether it is a gradient)
+MPGroups = tuple[ModelParallelGroup | None, ModelParallelGroup | None]  # that share activations, and gradients
+
+
+@final
+@attrs.define(eq=False)
+class EarlyReceives:
+    """Messages that each travel by themselves: the next one of every peer is always posted."""
+
+    channels: Channels
+    mp_groups: MPGroups
+    expected: dict[int, deque[StageMessage]] = attrs.field(factory=dict)  # by sending rank, in its order
+    arrived: dict[StageMessage, Any] = attrs.field(factory=dict)  # received, not needed yet
+    pending: dict[int, tuple[StageMessage, PendingReceive]] = attrs.field(
+        factory=dict
+    )  # by sending rank, what it sends next
+
+    def begin(self, schedule: Schedule, rank: int) -> None:
+        """Start a batch: list the messages to expect, from the schedules of the other ranks."""
+        self.clear()
+        for source in range(len(schedule.ranks)):
+            sent = (message for _, message in sent_messages(schedule, source))
+            self.expected[source] = deque(message for message in sent if message.target == rank)
+            self._post_next(source)
+
+    def send(self, message: StageMessage, value: Any) -> None:
+        """Send a message at once."""
+        self.channels.send(value, message.target, message.edge, self.mp_groups[message.is_gradient])
+
+    def receive(self, message: StageMessage) -> Any:
+        """Wait for a message, and those that its sender sends before."""
+        while message not in self.arrived:
+            found, pending = self.pending.pop(message.source)
+            self.arrived[found] = pending.wait()
+            self._post_next(message.source)
+        return self.arrived.pop(message)
+
+    def proceed(self, num_actions: int) -> None:
+        """Do nothing: no message waits for others."""
+
+    def clear(self) -> None:
+        """Drop the messages of a batch."""
+        self.arrived.clear()
+        self.pending.clear()
+
+    def _post_next(self, source: int) -> None:
+        if self.expected[source]:
+            message = self.expected[source].popleft()
+            mp_group = self.mp_groups[message.is_gradient]
+            self.pending[source] = message, self.channels.expect_receive(source, message.edge, mp_group)
+
+
+@final
+@attrs.define(eq=False)
+class AgreedOrder:
+    """Messages in the order of `launch_order`.
+
+    Invariant: what is launched is a prefix of this rank's launches.
+    """
+
+    channels: Channels
+    mp_groups: MPGroups
+    launches: deque[Launch] = attrs.field(factory=deque)  # still to come
+    rank: int = -1  # of this process, in the batch
+    done: int = 0  # actions of this rank that have been executed
+    computed: dict[StageMessage, Any] = attrs.field(factory=dict)  # values to send, not launched yet
+    pending: dict[StageMessage, PendingReceive] = attrs.field(factory=dict)  # launched, not waited for yet
+
+    def begin(self, schedule: Schedule, rank: int) -> None:
+        """Start a batch."""
+        self.clear()
+        self.rank = rank
+        self.launches.extend(launch_order(schedule)[rank])
+        self.proceed(0)
+
+    def send(self, message: StageMessage, value: Any) -> None:
+        """Send a message when it is its turn, the earliest at once."""
+        self.computed[message] = value
+        self._launch(self.done + 1)  # the action that has computed it is as good as over
+
+    def receive(self, message: StageMessage) -> Any:
+        """Wait for a message."""
+        return self.pending.pop(message).wait()
+
+    def proceed(self, num_actions: int) -> None:
+        """Launch what precedes the next action of this rank, after `num_actions`."""
+        self.done = num_actions
+        self._launch(num_actions)
+        assert not self.launches or self.launches[0].after > num_actions, "a message was not computed in time"
+
+    def clear(self) -> None:
+        """Drop the messages of a batch."""
+        self.launches.clear()
+        self.computed.clear()
+        self.pending.clear()
+
+    def _launch(self, num_actions: int) -> None:
+        """Launch groups in order, as far as they may precede the actions after `num_actions` and are computed."""
+        while self.launches and self.launches[0].after <= num_actions:
+            messages = self.launches[0].messages
+            if any(each.source == self.rank and each not in self.computed for each in messages):
+                return
+            sends: list[PreparedSend] = []  # prepared in the order of the launches: the first of an edge has a header
+            receives: list[PendingReceive] = []
+            for each in messages:
+                mp_group = self.mp_groups[each.is_gradient]
+                if each.source == self.rank:
+                    value = self.computed.pop(each)
+                    sends.append(self.channels.prepare(value, each.target, each.edge, mp_group))
+                else:
+                    self.pending[each] = PendingReceive(self.channels, each.source, each.edge, mp_group)
+                    receives.append(self.pending[each])
+            self.channels.exchange(sends, receives)
+            self.launches.popleft()
 
 
 @final
@@ -36,16 +154,8 @@ class P2P:
     rank: int
     num_ranks: int
     channels: Channels
-    expected: dict[int, deque[MessageKey]] = attrs.field(factory=dict)  # by sending rank, in its order
-    arrived: dict[MessageKey, Any] = attrs.field(factory=dict)  # received, or sent on this rank itself
-    pending: dict[int, tuple[MessageKey, PendingReceive]] = attrs.field(
-        factory=dict
-    )  # by sending rank, what it sends next
-    num_stages: int = 0
-    mp_groups: tuple[ModelParallelGroup | None, ModelParallelGroup | None] = (
-        None,
-        None,
-    )  # that share activations, and gradients
+    messages: EarlyReceives | AgreedOrder  # to and from other ranks
+    kept: dict[StageMessage, Any] = attrs.field(factory=dict)  # sent on this rank to itself
 
     @classmethod
     def of(
@@ -53,99 +163,68 @@ class P2P:
         module: PipelineModule,
         group: ProcessGroup | None,
         device: torch.device,
-        mp_groups: tuple[ModelParallelGroup | None, ModelParallelGroup | None] = (None, None),
+        mp_groups: MPGroups = (None, None),
     ) -> P2P:
         """Create for the ranks of a pipeline; a collective of them."""
-        down = zcomm.duplicate_group(group) if zcomm.runs_in_order(device, group) else group
-        if module.pipeline_position.num_ranks > 1:
+        position, in_order = module.pipeline_position, zcomm.runs_in_order(device, group)
+        if position.num_ranks > 1:
             zcomm.close_on_failure(group)
-            zcomm.close_on_failure(down)
-        channels = Channels(group, device, module.dynamic_shape, down)
-        return cls(
-            module.pipeline_position.rank,
-            module.pipeline_position.num_ranks,
-            channels,
-            num_stages=module.num_stages,
-            mp_groups=mp_groups,
-        )
+            if in_order:  # NCCL makes a communicator in its first operation, in which all its ranks take part
+                zcomm.barrier(group, label="pipeline")
+        channels = Channels(group, device, module.dynamic_shape)
+        make = AgreedOrder if in_order else EarlyReceives
+        return cls(position.rank, position.num_ranks, channels, make(channels, mp_groups))
 
     def begin(self, schedule: Schedule) -> None:
-        """Start a batch: list the messages to expect, from the schedules of the other ranks."""
-        self._clear()
-        for rank, actions in enumerate(schedule.ranks):
-            for action in actions:
-                if action.kind is ActionKind.FORWARD and action.stage + 1 < schedule.stages:
-                    self._add_expected(rank, (action.stage + 1, action.micro, False))
-                elif action.kind.makes_gradient and action.stage:
-                    self._add_expected(rank, (action.stage - 1, action.micro, True))
-        self._post_next()
+        """Start a batch, or an evaluation."""
+        self.kept.clear()
+        self.messages.begin(schedule, self.rank)
 
-    def begin_evaluation(self, micro_batches: int) -> None:
-        """Start an evaluation: forwards only, micro-batch by micro-batch through all stages."""
-        self._clear()
-        for micro in range(micro_batches):
-            for stage in range(1, self.num_stages):
-                self._add_expected((stage - 1) % self.num_ranks, (stage, micro, False))
-        self._post_next()
-
-    def _clear(self) -> None:
-        self.arrived.clear()
-        self.channels.forget_shapes()  # shapes may differ between batches
-        self.expected = {rank: deque() for rank in range(self.num_ranks)}
-
-    def _add_expected(self, sender: int, name: MessageKey) -> None:
-        if name[0] % self.num_ranks == self.rank and sender != self.rank:
-            self.expected[sender].append(name)
+    def proceed(self, num_actions: int) -> None:
+        """Launch the messages that precede the next action of this rank, after `num_actions`."""
+        self.messages.proceed(num_actions)
 
     def end(self) -> None:
-        """Wait until no message of this rank is in flight."""
+        """Wait until no message of this rank is in flight; the next batch may have other shapes."""
         self.channels.flush()
-        self.arrived.clear()
+        self.channels.forget_shapes()
 
     def abort(self) -> None:
         """Drop the messages of a failed batch without waiting.  `AbortGuard` informs the other ranks."""
         self.channels.in_flight.clear()
-        self.arrived.clear()
-        self.pending.clear()
+        self.kept.clear()
+        self.messages.clear()
 
     def send_activation(self, stage: int, micro: int, value: Any) -> None:
         """Send the input of `stage`."""
-        self._send((stage, micro, False), value)
+        self._send(self._message(stage, micro, stage - 1, is_gradient=False), value)
 
     def receive_activation(self, stage: int, micro: int) -> Any:
         """Receive the input of `stage`, as leaves of a new graph that hold gradients after the stage's backward."""
-        return self._receive((stage - 1) % self.num_ranks, (stage, micro, False))
+        return self._receive(self._message(stage, micro, stage - 1, is_gradient=False))
 
     def send_gradient(self, stage: int, micro: int, inputs: Any) -> None:
         """Send the gradient of the output of `stage`: the `.grad` of the next stage's `inputs`."""
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
         made = tuple(None if part is None or not part.requires_grad else _grad_or_zeros(part) for part in parts)
-        self._send((stage, micro, True), made if isinstance(inputs, tuple) else made[0])
+        message = self._message(stage, micro, stage + 1, is_gradient=True)
+        self._send(message, made if isinstance(inputs, tuple) else made[0])
 
     def receive_gradient(self, stage: int, micro: int) -> Any:
         """Receive the gradient of the output of `stage`."""
-        return self._receive((stage + 1) % self.num_ranks, (stage, micro, True))
+        return self._receive(self._message(stage, micro, stage + 1, is_gradient=True))
 
-    def _send(self, name: MessageKey, value: Any) -> None:
-        to = name[0] % self.num_ranks
-        if to == self.rank:
-            self.arrived[name] = _detach(value)
+    def _message(self, stage: int, micro: int, sender: int, *, is_gradient: bool) -> StageMessage:
+        return StageMessage(stage, micro, is_gradient, sender % self.num_ranks, stage % self.num_ranks)
+
+    def _send(self, message: StageMessage, value: Any) -> None:
+        if message.target == self.rank:
+            self.kept[message] = _detach(value)
         else:
-            self.channels.send(value, to, 2 * name[0] + name[2], self.mp_groups[name[2]])
+            self.messages.send(message, value)
 
-    def _receive(self, source: int, name: MessageKey) -> Any:
-        while name not in self.arrived:
-            key, pending = self.pending.pop(source)
-            self.arrived[key] = pending.wait()
-            self._post_next(source)
-        return self.arrived.pop(name)
-
-    def _post_next(self, *sources: int) -> None:
-        for source in sources or self.expected:
-            if self.expected[source]:
-                name = self.expected[source].popleft()
-                edge, mp_group = 2 * name[0] + name[2], self.mp_groups[name[2]]
-                self.pending[source] = name, self.channels.expect_receive(source, edge, mp_group)
+    def _receive(self, message: StageMessage) -> Any:
+        return self.kept.pop(message) if message.source == self.rank else self.messages.receive(message)
 
 
 @final

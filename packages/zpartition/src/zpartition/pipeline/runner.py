@@ -9,10 +9,10 @@ communicates.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, final
 
 import attrs
@@ -25,8 +25,9 @@ from zpartition.pipeline.abort import AbortGuard
 from zpartition.pipeline.deferral import DeferredWeightGrads, DeferWeightGrads
 from zpartition.pipeline.module import Around, PipelineModule
 from zpartition.pipeline.p2p import P2P, TiedWeights
-from zpartition.pipeline.schedule import Action, ActionKind, Schedule, make_schedule
+from zpartition.pipeline.schedule import Action, ActionKind, Schedule, forward_only, make_schedule
 
+_make_schedule_once = functools.lru_cache(maxsize=16)(make_schedule)  # every batch asks
 Observe = Callable[[Action, float, float], None]
 Batches = Iterator[tuple[Any, Any]]  # (input of the first layer, labels), one for each micro-batch
 
@@ -106,7 +107,7 @@ class PipelineRunner:
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the schedule of a batch of `micro_batches`."""
         ranks = self.module.pipeline_position.num_ranks
-        return make_schedule(self.schedule_name, ranks, micro_batches, self.module.num_stages // ranks)
+        return _make_schedule_once(self.schedule_name, ranks, micro_batches, self.module.num_stages // ranks)
 
     def train_batch(
         self, batches: Batches, micro_batches: int, observe: Observe = lambda action, start, stop: None
@@ -133,6 +134,7 @@ class PipelineRunner:
         self.p2p.begin(schedule)
         for number, action in enumerate(actions):
             self.abort_guard.start_action(action)
+            self.p2p.proceed(number)
             needed = self._receive_input(action, feed)
             start = time.perf_counter()
             if action.kind is ActionKind.FORWARD:
@@ -141,6 +143,7 @@ class PipelineRunner:
                 with self.passes.backward(is_last=number == last):
                     self._backward(action, needed, micro_batches)
             observe(action, start, time.perf_counter())
+        self.p2p.proceed(len(actions))
         self.abort_guard.current = "the end of a batch"
         with self.passes.backward(is_last=True) if self.tied.has_copies else contextlib.nullcontext():
             self.tied.reduce_gradients()
@@ -162,15 +165,15 @@ class PipelineRunner:
 
         A value that was not requested is None.
         """
-        names = [
-            Action(stage, ActionKind.FORWARD, m) for m in range(micro_batches) for stage in self.module.my_stages
-        ]
+        position = self.module.pipeline_position
+        schedule = forward_only(position.num_ranks, micro_batches, len(self.module.my_stages))
         feed, found = _MicroBatches(batches, self.module), list[tuple[Any, Any]]()
         with self._batch("the beginning of an evaluation"):
             self._broadcast_tied()
-            self.p2p.begin_evaluation(micro_batches)
-            for action in sorted(names, key=lambda each: (each.micro, each.stage)):
+            self.p2p.begin(schedule)
+            for number, action in enumerate(schedule.ranks[position.rank]):
                 self.abort_guard.start_action(action)
+                self.p2p.proceed(number)
                 needed = self._receive_input(action, feed)
                 output = self.passes.forward(self.module, action.stage, needed, contextlib.nullcontext)
                 if action.stage == self.module.num_stages - 1:
@@ -179,6 +182,7 @@ class PipelineRunner:
                     found.append((output if keep_outputs else None, loss))
                 else:
                     self.p2p.send_activation(action.stage + 1, action.micro, output)
+            self.p2p.proceed(len(schedule.ranks[position.rank]))
             self.abort_guard.current = "the end of an evaluation"
             self.p2p.end()
         return found
@@ -234,7 +238,7 @@ class PipelineRunner:
         return []
 
     def _around(self, kept: _InFlight) -> Around:
-        return partial(DeferWeightGrads, kept.deferred) if self.splits_backward else contextlib.nullcontext
+        return functools.partial(DeferWeightGrads, kept.deferred) if self.splits_backward else contextlib.nullcontext
 
     def _loss(self, output: Any, labels: Any) -> Tensor:
         loss_fn = self.module.loss_fn

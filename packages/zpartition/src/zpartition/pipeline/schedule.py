@@ -82,7 +82,7 @@ class ScheduleError(ValueError):
     """The schedule cannot be executed; the message names the rank and the action."""
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Schedule:
     """`ranks[r]` are rank r's actions in order; stage s is on rank `s % len(ranks)`."""
 
@@ -217,6 +217,16 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     if stages_per_rank != 1:
         raise ScheduleError(f'schedule {name!r} has one stage a rank, not {stages_per_rank}; use "interleaved"')
     return SCHEDULES[name](ranks, micro_batches)
+
+
+def forward_only(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
+    """Run forwards alone, micro-batch by micro-batch through all stages, as an evaluation does."""
+    stages, micros = ranks * stages_per_rank, range(micro_batches)
+    lists = (
+        tuple(Action(stage, ActionKind.FORWARD, m) for m in micros for stage in range(rank, stages, ranks))
+        for rank in range(ranks)
+    )
+    return Schedule("forward only", stages, micro_batches, tuple(lists))
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
