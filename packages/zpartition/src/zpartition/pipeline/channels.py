@@ -109,15 +109,18 @@ class Channels:
 
     def post_receive(self, source: int, data: Tensor) -> Any:
         """Post a receive into `data`; returns the handle."""
+        group = self.group_for(source, self.rank)
+        zcomm.launching("receive", group)
         try:
-            return dist.irecv(data, group=self.group_for(source, self.rank), group_src=source)
+            return dist.irecv(data, group=group, group_src=source)
         except RuntimeError as error:
             raise _message_error(error) from error
 
     def _post(self, data: Tensor, to: int) -> None:
-        data = data.to(self.device)
+        data, group = data.to(self.device), self.group_for(self.rank, to)
+        zcomm.launching("send", group)
         try:
-            self.in_flight.append((dist.isend(data, group=self.group_for(self.rank, to), group_dst=to), data))
+            self.in_flight.append((dist.isend(data, group=group, group_dst=to), data))
         except RuntimeError as error:
             raise _message_error(error) from error
 
@@ -137,6 +140,7 @@ class Channels:
 
     def broadcast(self, data: Tensor, source: int) -> None:
         """Broadcast `data` of rank `source` to the group."""
+        zcomm.launching("broadcast", self.group)
         _wait_all([dist.broadcast(data, group=self.group, group_src=source, async_op=True)])
 
     def forget_shapes(self) -> None:
