@@ -8,7 +8,7 @@ shrink: a test fails for a place that is not listed, and for a listed one that h
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,86 +21,18 @@ from torch import nn
 import zcomm
 from zengine.config import load
 from zengine.ordering.check import Checked, check
+from zengine.ordering.decisions import Script
 from zengine.ordering.play import PlayedRun
 from zpartition.sequence import SequenceBatches, Split
 
 WORLD = 8
-GATHER = "zpartition/weights/gather_sources.py gather"
-REDUCE = "zpartition/gradients/reduce.py reduce"
-TOKENS = "zpartition/experts/dispatch.py backward"
-TENSOR = "zpartition/tensor/functions.py _all_reduce"
-HEADS = "zpartition/sequence/head_all_to_all.py _send_receive"
 SEND = "zpartition/pipeline/channels.py _post"
 
 Place = tuple[str, str, str]
 KNOWN: dict[str, set[Place]] = {
-    "hybrid": {("order", REDUCE, GATHER)},
-    "1, tensor": {("circle", REDUCE, TENSOR)},
-    "3, sequence and expert": {
-        *(("order", REDUCE, GATHER), ("order", REDUCE, HEADS), ("order", TOKENS, REDUCE)),
-    },
-    "3, tensor and expert": {("order", REDUCE, GATHER)},
-    "2, pipeline and sequence": {("order", REDUCE, HEADS), ("order", SEND, SEND)},
-    "3, pipeline and expert": {
-        *(("order", REDUCE, GATHER), ("order", TOKENS, REDUCE), ("order", SEND, SEND)),
-    },
+    "2, pipeline and sequence": {("order", SEND, SEND)},
+    "3, pipeline and expert": {("order", SEND, SEND)},
 }
-
-
-def subject(zero: Mapping[str, Any], split: str, world: int = WORLD) -> PlayedRun:
-    """Return a run of a small transformer, split by the letters t(ensor), s(equence), e(xperts)."""
-    given: dict[str, Any] = {"sequence_parallel_size": 2} if "s" in split else {}
-    if "e" in split:
-        given["expert_parallel"] = {"enabled": True, "autoep_size": 2}
-    degrees = zcomm.Degrees(sequence=1 + ("s" in split), tensor=1 + ("t" in split))
-
-    def group() -> Any:
-        return zcomm.Groups.of(degrees).sequence()
-
-    def make() -> nn.Module:
-        attend = {"attend": words.ulysses(group()), "mean": words.mean_over(group())} if "s" in split else {}
-        return words.Words(experts="e" in split, **attend)
-
-    def train(engine: Any, step: int, draw: random.Random) -> None:
-        cut = SequenceBatches.over([], group()) if "s" in split else SequenceBatches([], Split())
-        tokens = torch.randint(0, words.TOKENS, (2, words.LENGTH))
-        engine.backward(engine(**cut.piece({"input_ids": tokens, "labels": tokens})))
-        engine.step()
-
-    config = words.config(0, 1, **given)
-    if "t" not in split:
-        del config["tensor_parallel"]
-    config["zero_optimization"] = {**config["zero_optimization"], **zero}
-    return PlayedRun(config=load(config), make_model=make, make_batch=no_batch, world_size=world, train=train)
-
-
-def staged(zero: Mapping[str, Any], name: str) -> PlayedRun:
-    """Return a run of two pipeline stages that are split otherwise, too."""
-    pair = pipelines.PAIRS[name]
-
-    def groups() -> zcomm.Groups:
-        return zcomm.Groups.of(zcomm.Degrees(pipeline=2, sequence=pair.sequence))
-
-    def train(engine: Any, step: int, draw: random.Random) -> None:
-        own = Split(pair.sequence, groups().get_sequence_parallel_rank())
-        both = [
-            [own.take(torch.randint(pipelines.TOKENS, (2, 8))) for _ in "xy"] for _ in range(engine.micro_batches)
-        ]
-        engine.train_batch(iter(both))
-
-    config = pipelines.config(0, 2, gradient_clipping=pipelines.CLIP, **pair.section)
-    config["zero_optimization"] = dict(zero)
-    return PlayedRun(
-        config=load(config),
-        make_model=lambda: pipelines.model_of(pair, 2, groups(), sparse=False),
-        make_batch=no_batch,
-        world_size=WORLD,
-        train=train,
-    )
-
-
-def no_batch(size: int) -> Any:
-    raise AssertionError("`train` makes its own batches")
 
 
 _BUCKETS = {"reduce_bucket_size": 400}
@@ -118,15 +50,99 @@ ZEROS: dict[str, dict[str, Any]] = {
     "3": _STRICT,
     "hybrid": {**_STRICT, "shard_group_size": 4},
 }
+DEFAULT = Script()
+WHOLE_FIRST = Script(misses=frozenset({1, 3}))  # the first step shows all positions; in later ones ranks differ
+SHORT = Script(num_steps=3, misses=frozenset({1}))
+
+
+def subject(
+    zero: str, split: str, world: int = WORLD, *, skips: bool = False, script: Script = DEFAULT
+) -> PlayedRun:
+    """Return a run of a small transformer, split by the letters t(ensor), s(equence), e(xperts).
+
+    skips: in about half of the steps a replica skips a layer, on all its ranks.
+    """
+    given: dict[str, Any] = {"sequence_parallel_size": 2} if "s" in split else {}
+    if "e" in split:
+        given["expert_parallel"] = {"enabled": True, "autoep_size": 2}
+    degrees = zcomm.Degrees(sequence=1 + ("s" in split), tensor=1 + ("t" in split))
+
+    def group() -> Any:
+        return zcomm.Groups.of(degrees).sequence()
+
+    def make() -> nn.Module:
+        attend = {"attend": words.ulysses(group()), "mean": words.mean_over(group())} if "s" in split else {}
+        return words.Words(experts="e" in split, **attend)
+
+    def train(engine: Any, step: int, draw: random.Random) -> None:
+        cut = SequenceBatches.over([], group()) if "s" in split else SequenceBatches([], Split())
+        tokens = torch.randint(0, words.TOKENS, (2, words.LENGTH))
+        replica, blocks = engine.parts.groups.get_data_parallel_rank(), engine.module.blocks
+        if skips and random.Random(f"step {step} replica {replica}").random() < 0.5:
+            engine.module.blocks = blocks[:1]
+        engine.backward(engine(**cut.piece({"input_ids": tokens, "labels": tokens})))
+        engine.module.blocks = blocks
+        engine.step()
+
+    config = words.config(0, 1, **given)
+    if "t" not in split:
+        del config["tensor_parallel"]
+    config["zero_optimization"] = {**config["zero_optimization"], **ZEROS[zero]}
+    return PlayedRun(
+        config=load(config), make_model=make, make_batch=no_batch, world_size=world, train=train, script=script
+    )
+
+
+def staged(zero: str, name: str) -> PlayedRun:
+    """Return a run of two pipeline stages that are split otherwise, too."""
+    pair = pipelines.PAIRS[name]
+
+    def groups() -> zcomm.Groups:
+        return zcomm.Groups.of(zcomm.Degrees(pipeline=2, sequence=pair.sequence))
+
+    def train(engine: Any, step: int, draw: random.Random) -> None:
+        own = Split(pair.sequence, groups().get_sequence_parallel_rank())
+        both = [
+            [own.take(torch.randint(pipelines.TOKENS, (2, 8))) for _ in "xy"] for _ in range(engine.micro_batches)
+        ]
+        engine.train_batch(iter(both))
+
+    config = pipelines.config(0, 2, gradient_clipping=pipelines.CLIP, **pair.section)
+    config["zero_optimization"] = dict(ZEROS[zero])
+    return PlayedRun(
+        config=load(config),
+        make_model=lambda: pipelines.model_of(pair, 2, groups(), sparse=False),
+        make_batch=no_batch,
+        world_size=WORLD,
+        train=train,
+    )
+
+
+def no_batch(size: int) -> Any:
+    raise AssertionError("`train` makes its own batches")
+
+
 CASES: dict[str, Callable[[], PlayedRun]] = {
-    "0": lambda: subject(ZEROS["0"], ""),
-    "2": lambda: subject(ZEROS["2"], ""),
-    "hybrid": lambda: subject(ZEROS["hybrid"], ""),
-    "1, tensor": lambda: subject(ZEROS["1"], "t"),
-    "3, sequence and expert": lambda: subject(ZEROS["3"], "se"),
-    "3, tensor and expert": lambda: subject(ZEROS["3"], "te"),
-    "2, pipeline and sequence": lambda: staged(ZEROS["2"], "sequence"),
-    "3, pipeline and expert": lambda: staged(ZEROS["3"], "expert"),
+    "0": lambda: subject("0", ""),
+    "2": lambda: subject("2", ""),
+    "3": lambda: subject("3", "", script=WHOLE_FIRST),
+    "hybrid": lambda: subject("hybrid", ""),
+    "hybrid, whole first": lambda: subject("hybrid", "", script=WHOLE_FIRST),
+    "1, tensor": lambda: subject("1", "t"),
+    "1, tensor, whole first": lambda: subject("1", "t", script=WHOLE_FIRST),
+    "1, tensor, skipped layers": lambda: subject("1", "t", skips=True, script=WHOLE_FIRST),
+    "1, tensor, 64 ranks": lambda: subject("1", "t", 64, script=SHORT),
+    "3, tensor": lambda: subject("3", "t", script=WHOLE_FIRST),
+    "0, sequence": lambda: subject("0", "s"),
+    "2, sequence, skipped layers": lambda: subject("2", "s", skips=True, script=WHOLE_FIRST),
+    "2, expert": lambda: subject("2", "e", script=WHOLE_FIRST),
+    "hybrid, expert": lambda: subject("hybrid", "e", script=WHOLE_FIRST),
+    "1, tensor and expert, skipped layers": lambda: subject("1", "te", skips=True, script=WHOLE_FIRST),
+    "2, tensor and sequence": lambda: subject("2", "ts", script=WHOLE_FIRST),
+    "3, sequence and expert": lambda: subject("3", "se"),
+    "3, tensor and expert": lambda: subject("3", "te"),
+    "2, pipeline and sequence": lambda: staged("2", "sequence"),
+    "3, pipeline and expert": lambda: staged("3", "expert"),
 }
 
 

@@ -168,6 +168,10 @@ class PartitionState:
         """Number of partitioned parameters without a gradient on this rank since `zero_grad`."""
         return sum(len(g.params) - len(g.seen) for g in self.reducer.gradients)
 
+    def num_late(self) -> int:
+        """Number of buckets of this rank with gradients that have not been sent; see `finish_gradients`."""
+        return len(self.reducer.late())
+
     def num_arrived(self) -> int:
         """Number of gradients that the running (or the last) backward has produced on this rank."""
         return self.reducer.num_arrived

@@ -225,14 +225,18 @@ class Partition(PartitionState):
             self.unsharder.reset()
             raise
 
-    def finish_gradients(self) -> list[torch.Tensor]:
+    def finish_gradients(self, *, any_late: bool | None = None) -> list[torch.Tensor]:
         """Set `.grad` on every master and return the mean gradients that this rank counts, flat, by bucket.
 
         A parameter replicated over model-parallel ranks is returned on one of them only, so that the norm counts it
         once.  If only experts are sharded, gradients that several ranks hold are returned by one of them.
+
+        any_late: whether some rank (model-parallel ones included) has gradients that arrived after their bucket was
+            sent, because this backward differs from the first: the sum of `num_late`.  They are then sent, too.
+            False leaves them out, until a second call.  None asks the ranks, where that can happen.
         """
         self.unfreeze_sync.reset()
-        kept = self.reducer.finish()
+        kept = self.reducer.finish(any_late=any_late)
         self.offload_manager.mover.wait_host()
         self.speculative_step.join()
         for storage, gradient in zip(self.storages, kept):

@@ -50,12 +50,7 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition import _compat
-from zpartition.layout.model_parallel import (
-    ModelParallelGroup,
-    expert_shards_of,
-    model_parallel_group_of,
-    pipeline_stages_of,
-)
+from zpartition.layout.model_parallel import expert_shards_of, model_parallel_group_of, pipeline_stages_of
 from zpartition.layout.ranks import Ranks
 
 __all__ = ["END", "START", "LaunchClock", "Level", "Position"]
@@ -89,6 +84,7 @@ class LaunchClock:
     now: Position = START
     before: Callable[[Position], None] = lambda _: None  # called before a launch, with the time that it makes
     remove: Callable[[], None] = lambda: None  # ends the listening
+    has_begun: bool = False  # autograd runs, or has run, in this backward; what comes before are preparations
     _thread: int = 0  # that runs the backward; 0: none runs, or the launches are not counted
     _known: weakref.WeakKeyDictionary[ProcessGroup, Level] = attrs.field(factory=weakref.WeakKeyDictionary)
 
@@ -101,18 +97,20 @@ class LaunchClock:
         """
         tensor, stages = model_parallel_group_of(module), pipeline_stages_of(module)
         experts = list(expert_shards_of(module).values())
-        own = [each for groups in (ranks, *ranks.holders.values()) for each in (groups.world, groups.shard, groups.replicas)]
-        levels = {_ranks_of(tensor): Level.TENSOR, **{_ranks_of(each): Level.EXPERTS for each in experts}}
-        levels |= {frozenset(_members(group)): Level.REPLICAS for group in own} | {_ranks_of(stages): Level.REPLICAS}
+        levels = {_ranks_of(tensor.group): Level.TENSOR} if tensor.size > 1 else {}
+        levels |= {_ranks_of(each.group): Level.EXPERTS for each in experts}
+        levels |= {_ranks_of(stages.group): Level.REPLICAS} if stages.size > 1 else {}
+        for own in (ranks, *ranks.holders.values()):
+            levels |= dict.fromkeys(map(_ranks_of, (own.world, own.shard, own.replicas)), Level.REPLICAS)
         is_split = tensor.size > 1 or stages.size > 1 or bool(experts)
-        clock = cls(frozenset(_members(ranks.world)), levels, ranks.size > 1 and (has_units or is_split))
+        clock = cls(_ranks_of(ranks.world), levels, ranks.size > 1 and (has_units or is_split))
         if ranks.size > 1:
             clock.remove = zcomm.on_launch(clock.hear)
         return clock
 
     def start(self) -> None:
-        """Begin to count, from START, the launches of this thread and of autograd's."""
-        self.now, self._thread = START, threading.get_ident()
+        """Begin to count, from START, the launches of autograd, and of this thread after the first sign of autograd."""
+        self.now, self.has_begun, self._thread = START, False, threading.get_ident()
 
     @property
     def is_running(self) -> bool:
@@ -141,8 +139,11 @@ class LaunchClock:
 
     def tick(self, level: Level) -> None:
         """Count a launch that follows."""
-        is_own = self._thread == threading.get_ident() or (self._thread != 0 and _compat.is_in_backward())
-        if not is_own or len(self.ranks) == 1:
+        if not self._thread or len(self.ranks) == 1:
+            return
+        is_in_backward = _compat.is_in_backward()
+        self.has_begun |= is_in_backward
+        if not self.has_begun or not (is_in_backward or self._thread == threading.get_ident()):
             return
         after = (*self.now[:level], self.now[level] + 1, *START[level + 1 :])
         self.before(after)
@@ -150,7 +151,7 @@ class LaunchClock:
 
     def _is_of_model(self, op: str, group: ProcessGroup | None) -> bool:
         """Return whether a launch between backwards shows that backwards have some, too."""
-        return op.startswith(_EXCHANGES) or frozenset(_members(group)) not in self.levels
+        return op.startswith(_EXCHANGES) or _ranks_of(group) not in self.levels
 
     def _level(self, group: ProcessGroup | None) -> Level:
         """Return the level of a group: known, or that of REPLICAS if it contains all that sum gradients."""
@@ -158,15 +159,11 @@ class LaunchClock:
         assert group is not None
         level = self._known.get(group)
         if level is None:
-            members = frozenset(_members(group))
+            members = _ranks_of(group)
             level = self.levels.get(members, Level.REPLICAS if members >= self.ranks else Level.OTHERS)
             self._known[group] = level
         return level
 
 
-def _members(group: ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-
-
-def _ranks_of(mp_group: ModelParallelGroup) -> frozenset[int]:
-    return frozenset(_members(mp_group.group) if mp_group.size > 1 else ())
+def _ranks_of(group: ProcessGroup | None) -> frozenset[int]:
+    return frozenset(dist.get_process_group_ranks(group) if dist.is_initialized() else (0,))

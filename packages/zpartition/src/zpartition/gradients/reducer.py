@@ -179,14 +179,16 @@ class GradientReducer:
             self.reset()
             raise
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self, *, any_late: bool | None = None) -> list[torch.Tensor]:
         """Return the accumulators, one per bucket: mean gradients of this rank's span (or of the whole bucket).
 
         Gradients that plain `loss.backward()` calls left in `.grad`, outside any round, are adopted and sent first.
+
+        any_late: send late gradients, which some rank has (True); leave them out (False); ask the ranks (None).
         """
         if any(gradient.phase is BucketPhase.FILLING or gradient.kept is None for gradient in self.gradients):
             self.adopt_plain(1, is_last=True)
-        if self.may_be_late:
+        if self.may_be_late and any_late is not False:
             self._send_late(self._agree_on_late())
         kept = [gradient.kept for gradient in self.gradients]
         assert all(tensor is not None for tensor in kept)
@@ -206,6 +208,10 @@ class GradientReducer:
         if not self.has_learnt and self.is_timed:
             for index in indices:
                 self.positions[index] = START
+
+    def late(self) -> set[int]:
+        """Return the buckets of which this rank has gradients that arrived after they were sent."""
+        return {gradient.bucket.index for gradient in self.gradients if gradient.late or gradient.late_grads}
 
     def average(self, averaging: Averaging) -> None:
         """Turn sums over ranks into means by `averaging`; there are no gradients of a step yet."""
@@ -283,6 +289,7 @@ class GradientReducer:
                 gradient.record_plain(index)
             return
         self.num_arrived += 1
+        self.clock.has_begun = True
         if gradient.phase in (BucketPhase.IN_FLIGHT, BucketPhase.REDUCED):
             gradient.late.add(index)
             if not self.is_timed:
@@ -329,9 +336,9 @@ class GradientReducer:
             if not self.has_learnt and shows_order:
                 self._send_late(self._learn())
             elif self.is_timed:
-                self.may_be_late = True
+                self.may_be_late = any(position != END for position in self.positions)
             else:
-                self._send_late(self._late())
+                self._send_late(self.late())
             if self.pool.total_bytes > self.most_bytes:
                 self._clear_pool()  # more buckets than expected were filled at once
         for gradient in self.gradients:
@@ -343,9 +350,6 @@ class GradientReducer:
             gradient.forget_views()
         self.pool.clear()
 
-    def _late(self) -> set[int]:
-        return {gradient.bucket.index for gradient in self.gradients if gradient.late or gradient.late_grads}
-
     def _learn(self) -> set[int]:
         """Agree on order and positions from now on; returns the buckets that some rank must send again.  Collective.
 
@@ -355,7 +359,7 @@ class GradientReducer:
         mine = {
             "order": [*self._completed, *incomplete],
             "positions": list(self._completed.items()),
-            "late": sorted(self._late()),
+            "late": sorted(self.late()),
             "is_timed": self.clock.now != START,
         }
         answers = zcomm.all_gather_object(mine, self.ranks.world)
@@ -371,7 +375,7 @@ class GradientReducer:
     def _agree_on_late(self) -> set[int]:
         """Return the buckets that some rank must send again; later they are sent at the end.  Collective."""
         self.may_be_late = False
-        late = self._late()
+        late = self.late()
         flags = torch.tensor([index in late for index in range(len(self.gradients))], dtype=torch.int32)
         flags = flags.to(self.pool.device)
         zcomm.all_reduce(flags, self.ranks.world, op="max", label="late gradients")
