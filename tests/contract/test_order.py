@@ -55,9 +55,7 @@ WHOLE_FIRST = Script(misses=frozenset({1, 3}))  # the first step shows all posit
 SHORT = Script(num_steps=3, misses=frozenset({1}))
 
 
-def subject(
-    zero: str, split: str, world: int = WORLD, *, skips: bool = False, script: Script = DEFAULT
-) -> PlayedRun:
+def subject(zero: str, split: str, world: int = WORLD, *, skips: bool = False, script: Script = DEFAULT) -> PlayedRun:
     """Return a run of a small transformer, split by the letters t(ensor), s(equence), e(xperts).
 
     skips: in about half of the steps a replica skips a layer, on all its ranks.

@@ -57,4 +57,3 @@ def launching(op: str, group: ProcessGroup | None = None) -> None:
         listener = reference()
         if listener is not None:
             listener(op, group)
-

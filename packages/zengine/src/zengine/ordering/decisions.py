@@ -69,7 +69,7 @@ Decide = Callable[[DataRead], Any]
 
 
 def _statistics(reading: DataRead) -> Any:
-    """Sum of squares; drift, late buckets, unused parameters, loss, weight, weighted ranks: as if all ranks agreed."""
+    """Sum of squares; drift, late buckets, unused parameters, loss, weight, weighted ranks: as if ranks agreed."""
     square = math.inf if reading.step in reading.script.overflows else 1.0
     unused = float(reading.step in reading.script.misses)
     late = float(reading.step in reading.script.misses)  # as if some were, so that second messages are played

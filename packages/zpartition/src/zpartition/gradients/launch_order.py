@@ -3,39 +3,39 @@
 Problem.  NCCL demands that ranks launch the collectives of all groups that they share in one order.  The order of
 gathers, tokens, heads, tensor-parallel sums and messages between stages follows from the program.  The order of the
 buckets does, too (reducer.py), but *when* a bucket is complete depends on the gradients that a rank gets, so between
-the two there is no order.
+the two there would be no order.
 
-Design.  A clock counts what this rank launches in the running backward.  In a first backward the ranks agree, for
-each bucket, on the latest time at which it became complete on any of them: its *position*.  Later a rank launches a
+Design.  A clock counts what this rank launches in a backward.  After a first backward the ranks agree, for each
+bucket, on the latest time at which it became complete on any of them: its *position*.  From then on a rank launches a
 bucket at its position: after the launches counted there, and before the next one, complete or not.  Between two
 launches buckets leave as they become complete, in an order that all ranks share, and nothing else is under way.  What
-arrives after its bucket has left is sent once more, at the end of the step, if any rank says so.
+arrives after its bucket has left is sent once more, at the end of the step, if any rank has such gradients.
 
 The clock has four digits.  A launch advances the digit of its group's `Level` and clears those behind it.  Ranks of
 one group must agree on the digits up to its level only: replicas may differ in their launches inside (one skips a
 layer on all its tensor ranks) as long as they agree on what they do together.
 
-[Note: no circle]  Give every launch a time: to a launch of the clock the time that it makes, to a bucket its position
-and a half, then the place in the buckets' order, and to the second phase of a message (hybrid sharding) the time of
-the bucket after it, just behind.  All members of a group launch the same operation at the same time, and each rank
-launches in ascending time: a bucket leaves after the launches up to its position, and before the next.  So the
-earliest operation that any rank waits for is next on all its members: no circle, and no rank that blocks on one of
-its messages waits for something that it has yet to launch itself.  Pipeline stages count the same messages at
-different numbers; there the times of a stage are mapped to those of the schedule, which is the same in each replica,
-and positions are compared within one stage only.
+[Note: no circle]  Give every launch a time: to one that is counted, the time that it makes; to a bucket, its position
+and a half, then its place in the order of buckets; to the second phase of a message (hybrid sharding), the time of the
+bucket after it, just behind.  All members of a group launch the same operation at the same time, and each rank
+launches in ascending time.  So of all launches that have not ended, the earliest is the next one of all its members:
+there is no circle, and a rank that waits for its own message waits for nothing that is yet to be launched by itself.
+Stages of a pipeline count the same message at different times.  But every replica follows one schedule, buckets join
+ranks of one stage only, and they keep their place among its messages; so the schedule, with the buckets in it, gives
+the times.
 
-Where it fails, it fails safely.  A backward with other launches than the first one sends buckets too early (with a
-late message) or too late (at the end), in one order in any case.
+Where a backward differs from the first one, buckets leave too early (their gradients are then late, and from the next
+step on they leave at the end) or too late, but in one order in any case.  Launches through torch's own functions
+count if `zcomm.launching` announces them.
 
 Rejected.  Sending in the order of arrival (it depends on data); all gradients after the backward (nothing overlaps);
-one communicator for everything (a mismatch becomes a wrong sum); agreeing by messages in each backward (a wait for the
-device each time).
+one communicator for everything (a mismatch becomes a wrong sum); a message in each backward that says what is
+complete (the host would wait for the device).
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 import sys
 import threading
 import weakref
@@ -78,15 +78,17 @@ _EXCHANGES = ("all_to_all", "send", "receive")  # operations that only models us
 class LaunchClock:
     """Counts the launches of this rank in a backward, except those of gradients."""
 
-    ranks: frozenset[int]  # that sum gradients
-    levels: Mapping[frozenset[int], Level]  # by the ranks of a group; others: see `_level`
-    expects_launches: bool  # a backward will have some
+    ranks: frozenset[int] = frozenset({0})  # that sum gradients; one alone: nothing is counted
+    levels: Mapping[frozenset[int], Level] = attrs.field(factory=dict)  # by the ranks of a group
+    expects_launches: bool = False  # a backward will have some
     now: Position = START
     before: Callable[[Position], None] = lambda _: None  # called before a launch, with the time that it makes
     remove: Callable[[], None] = lambda: None  # ends the listening
     has_begun: bool = False  # autograd runs, or has run, in this backward; what comes before are preparations
     _thread: int = 0  # that runs the backward; 0: none runs, or the launches are not counted
-    _known: weakref.WeakKeyDictionary[ProcessGroup, Level] = attrs.field(factory=weakref.WeakKeyDictionary)
+    _known: weakref.WeakKeyDictionary[ProcessGroup, tuple[Level, bool]] = attrs.field(
+        factory=weakref.WeakKeyDictionary
+    )
 
     @classmethod
     def of(cls, module: nn.Module, ranks: Ranks, *, has_units: bool) -> LaunchClock:
@@ -109,7 +111,7 @@ class LaunchClock:
         return clock
 
     def start(self) -> None:
-        """Begin to count, from START, the launches of autograd, and of this thread after the first sign of autograd."""
+        """Begin to count, from START: launches of autograd, and those of this thread once autograd has begun."""
         self.now, self.has_begun, self._thread = START, False, threading.get_ident()
 
     @property
@@ -131,10 +133,11 @@ class LaunchClock:
             self._thread = thread
 
     def hear(self, op: str, group: ProcessGroup | None) -> None:
-        """Count a launch of zcomm."""
+        """Count a launch of zcomm; between backwards, learn from it whether backwards have some."""
+        level, is_listed = self._level(group)
         if self._thread:
-            self.tick(self._level(group))
-        elif not self.expects_launches and self._is_of_model(op, group):
+            self.tick(level)
+        elif not is_listed or op.startswith(_EXCHANGES):
             self.expects_launches = True
 
     def tick(self, level: Level) -> None:
@@ -149,20 +152,16 @@ class LaunchClock:
         self.before(after)
         self.now = after
 
-    def _is_of_model(self, op: str, group: ProcessGroup | None) -> bool:
-        """Return whether a launch between backwards shows that backwards have some, too."""
-        return op.startswith(_EXCHANGES) or _ranks_of(group) not in self.levels
-
-    def _level(self, group: ProcessGroup | None) -> Level:
-        """Return the level of a group: known, or that of REPLICAS if it contains all that sum gradients."""
+    def _level(self, group: ProcessGroup | None) -> tuple[Level, bool]:
+        """Return the level of a group, and whether its ranks are listed; those that contain all of ours are high."""
         group = dist.group.WORLD if group is None else group
         assert group is not None
-        level = self._known.get(group)
-        if level is None:
-            members = _ranks_of(group)
-            level = self.levels.get(members, Level.REPLICAS if members >= self.ranks else Level.OTHERS)
-            self._known[group] = level
-        return level
+        found = self._known.get(group)
+        if found is None:
+            ranks = _ranks_of(group)
+            level = self.levels.get(ranks, Level.REPLICAS if ranks >= self.ranks else Level.OTHERS)
+            found = self._known[group] = level, ranks in self.levels
+        return found
 
 
 def _ranks_of(group: ProcessGroup | None) -> frozenset[int]:

@@ -336,7 +336,7 @@ class GradientReducer:
             if not self.has_learnt and shows_order:
                 self._send_late(self._learn())
             elif self.is_timed:
-                self.may_be_late = any(position != END for position in self.positions)
+                self.may_be_late |= shows_order and any(position != END for position in self.positions)
             else:
                 self._send_late(self.late())
             if self.pool.total_bytes > self.most_bytes:
@@ -391,7 +391,7 @@ class GradientReducer:
         self.order = self.learnt = self._sorted(order, lambda _: False)
 
     def _sorted(self, order: Iterable[int], is_last: Callable[[BucketGradient], bool]) -> tuple[int, ...]:
-        """Return `order` by position; among equal ones those that are `is_last` at the end; sparse rows at the very end."""
+        """Return `order` by position; of equal ones those that are `is_last` behind, and sparse rows at the end."""
 
         def key(index: int) -> tuple[bool, Position, bool]:
             gradient = self.gradients[index]

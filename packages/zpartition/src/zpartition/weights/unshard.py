@@ -131,7 +131,7 @@ class Unsharder:
         frozenset()
     )  # positions in `order` after which a unit is not used before the next pause
     trace: list[Unit] = attrs.field(factory=list)  # uses in this step
-    clock: LaunchClock | None = None  # of the gradients
+    clock: LaunchClock = attrs.field(factory=LaunchClock)  # of the gradients
     pass_over: Callable[[Collection[int]], None] = lambda _: None  # called with buckets that no node reads any more
     read: dict[str, Unit] = attrs.field(factory=dict)  # units that nodes of this backward have read, not passed over
     _next: int = 0  # expected position in `order` of the next use
@@ -175,8 +175,8 @@ class Unsharder:
             is_new |= not (self.trace and self.trace[-1] is unit)
         if not is_new:
             return
-        launches = self._launches(unit) if self.clock is not None and (unit.is_sharded or not exact) else nullcontext()
-        with launches, torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
+        launches = nullcontext() if exact and not unit.is_sharded else self._launches(unit)
+        with launches, torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode they are made in
             if exact and unit.is_sharded:
                 self.borrowed.add(unit.name)
             if not unit.is_used:
@@ -186,7 +186,6 @@ class Unsharder:
 
     def _launches(self, unit: Unit) -> AbstractContextManager[None]:
         """Count a use of `unit`, and return a context for its gathers, which belong to it."""
-        assert self.clock is not None
         node, passed = _compat.running_node(), list[int]()
         for other in list(self.read.values()) if node is not None else ():
             if not (encloses(other.name, unit.name) or other is unit or other.reader in (node, UNKNOWN_READER)):
@@ -226,6 +225,7 @@ class Unsharder:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run one backward; afterwards only units of running modules, or held units, are unsharded."""
+        self.read.clear()
         try:
             yield
         finally:
