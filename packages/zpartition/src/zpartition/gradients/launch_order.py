@@ -16,7 +16,7 @@ one group must agree on the digits up to its level only: replicas may differ in 
 layer on all its tensor ranks) as long as they agree on what they do together.
 
 [Note: no circle]  Give every launch a time: to one that is counted, the time that it makes; to a bucket, its position
-and a half, then its place in the order of buckets; to the second phase of a message (hybrid sharding), the time of the
+and a half, then its place in the order of buckets; to the second phase of a message (hybrid sharding), that of the
 bucket after it, just behind.  All members of a group launch the same operation at the same time, and each rank
 launches in ascending time.  So of all launches that have not ended, the earliest is the next one of all its members:
 there is no circle, and a rank that waits for its own message waits for nothing that is yet to be launched by itself.
