@@ -490,7 +490,8 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     """Return the maximum bytes of gradient buffers.
 
     One buffer for each bucket if whole gradients are kept or accumulate over micro-steps, else a few for all; if
-    whole gradients are kept and reduced after each backward, both from the second backward of a step on.
+    whole gradients are kept and reduced after each backward, both from the second backward of a step on.  The first
+    backward of a split model at stage 2 needs one for each bucket, once.
     """
     if not layout.buckets:
         return 0
