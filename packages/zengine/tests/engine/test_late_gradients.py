@@ -1,4 +1,4 @@
-"""Gradients that arrive after their bucket was sent: the message of the norm says so, and they count in the same step."""
+"""Gradients that arrive after their bucket was sent: the message of the norm says so, and their step counts them."""
 
 from __future__ import annotations
 

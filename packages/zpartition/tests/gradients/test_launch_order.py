@@ -176,7 +176,7 @@ def test_a_launch_advances_its_digit_and_clears_those_behind_it() -> None:
     one.start()
     one.tick(Level.REPLICAS)
     assert not seen, "autograd does not run yet"
-    one.has_begun = True
+    one.begin()
     for level in (Level.OTHERS, Level.TENSOR, Level.TENSOR, Level.OTHERS, Level.REPLICAS, Level.EXPERTS):
         one.tick(level)
     assert seen == [(0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 2, 0), (0, 0, 2, 1), (1, 0, 0, 0), (1, 1, 0, 0)]
@@ -189,7 +189,7 @@ def test_launches_of_other_threads_and_in_pauses_do_not_count() -> None:
     seen: list[Position] = []
     one = clock(seen)
     one.start()
-    one.has_begun = True
+    one.begin()
     other = threading.Thread(target=one.tick, args=(Level.OTHERS,))
     other.start()
     other.join()

@@ -67,6 +67,15 @@ class Level(enum.IntEnum):
     OTHERS = 3  # parts of sequences, and groups that only the model knows
 
 
+class ClockState(enum.Enum):
+    """What a clock does with a launch."""
+
+    STOPPED = "stopped"  # no backward runs
+    PAUSED = "paused"  # not counted
+    READY = "ready"  # counted if autograd runs: before it does, a backward is only prepared
+    RUNNING = "running"  # counted
+
+
 START: Position = (0,) * len(Level)
 END: Position = (sys.maxsize,)  # after all launches of a backward
 
@@ -84,8 +93,8 @@ class LaunchClock:
     now: Position = START
     before: Callable[[Position], None] = lambda _: None  # called before a launch, with the time that it makes
     remove: Callable[[], None] = lambda: None  # ends the listening
-    has_begun: bool = False  # autograd runs, or has run, in this backward; what comes before are preparations
-    _thread: int = 0  # that runs the backward; 0: none runs, or the launches are not counted
+    state: ClockState = ClockState.STOPPED
+    _thread: int = 0  # that runs the backward
     _known: weakref.WeakKeyDictionary[ProcessGroup, tuple[Level, bool]] = attrs.field(
         factory=weakref.WeakKeyDictionary
     )
@@ -112,41 +121,45 @@ class LaunchClock:
 
     def start(self) -> None:
         """Begin to count, from START: launches of autograd, and those of this thread once autograd has begun."""
-        self.now, self.has_begun, self._thread = START, False, threading.get_ident()
+        self.now, self.state, self._thread = START, ClockState.READY, threading.get_ident()
+
+    def begin(self) -> None:
+        """Note that autograd runs."""
+        if self.state is ClockState.READY:
+            self.state = ClockState.RUNNING
 
     @property
     def is_running(self) -> bool:
-        """Return whether launches are counted."""
-        return self._thread != 0
+        """Return whether a backward runs."""
+        return self.state is not ClockState.STOPPED
 
     def stop(self) -> None:
         """Stop to count; `now` stays."""
-        self._thread = 0
+        self.state = ClockState.STOPPED
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the launches of the block."""
-        thread, self._thread = self._thread, 0
+        before, self.state = self.state, ClockState.PAUSED
         try:
             yield
         finally:
-            self._thread = thread
+            self.state = before
 
     def hear(self, op: str, group: ProcessGroup | None) -> None:
         """Count a launch of zcomm; between backwards, learn from it whether backwards have some."""
         level, is_listed = self._level(group)
-        if self._thread:
-            self.tick(level)
-        elif not is_listed or op.startswith(_EXCHANGES):
+        self.tick(level)
+        if self.state is ClockState.STOPPED and (not is_listed or op.startswith(_EXCHANGES)):
             self.expects_launches = True
 
     def tick(self, level: Level) -> None:
         """Count a launch that follows."""
-        if not self._thread or len(self.ranks) == 1:
+        if self.state in (ClockState.STOPPED, ClockState.PAUSED) or len(self.ranks) == 1:
             return
-        is_in_backward = _compat.is_in_backward()
-        self.has_begun |= is_in_backward
-        if not self.has_begun or not (is_in_backward or self._thread == threading.get_ident()):
+        if _compat.is_in_backward():
+            self.begin()
+        elif self.state is ClockState.READY or self._thread != threading.get_ident():
             return
         after = (*self.now[:level], self.now[level] + 1, *START[level + 1 :])
         self.before(after)

@@ -38,6 +38,7 @@ buckets in order of completion (differs between ranks); autograd's private end-o
 from __future__ import annotations
 
 import collections
+import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,24 @@ from zpartition.layout.ranks import Ranks
 from zpartition.memory.buffers import Arena, BufferPool
 
 IN_FLIGHT_LIMIT = 2  # transient buffers in flight at once: one is sent while the next is filled
+
+
+class Timing(enum.Enum):
+    """When a complete bucket may leave."""
+
+    UNKNOWN = "unknown"  # a first round without other launches, so far: at once
+    HELD = "held"  # a first round with other launches: at its end, or when `pass_over` says so
+    FREE = "free"  # ranks have agreed that there are no other launches: at once
+    POSITIONS = "positions"  # ranks have agreed on positions among other launches
+
+    @property
+    def is_agreed(self) -> bool:
+        return self in (Timing.FREE, Timing.POSITIONS)
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether other launches wait for the buckets that are due before them."""
+        return self in (Timing.HELD, Timing.POSITIONS)
 
 
 @attrs.frozen(eq=False)
@@ -101,9 +120,8 @@ class GradientReducer:
     )  # by bucket and slot: gradients outside rounds
     order: tuple[int, ...] = ()  # bucket indices in the order of sending
     learnt: tuple[int, ...] = ()  # the same, while no rank misses a gradient
-    has_learnt: bool = False  # the ranks have agreed on `learnt`, after a first round
     positions: list[Position] = attrs.field(factory=list)  # by bucket; END: at the end of the round only
-    is_timed: bool = False  # other launches wait for the buckets that are due before them
+    timing: Timing = Timing.UNKNOWN
     may_be_late: bool = False  # ranks have not agreed yet which buckets of this step need a second message
     non_finite_probe: NonFiniteProbe = attrs.field(factory=NonFiniteProbe)
     num_unsent: int = 0  # rounds since the last sending one
@@ -199,13 +217,13 @@ class GradientReducer:
 
         names: the same on all ranks.
         """
-        if self.has_learnt and not self.is_timed:
+        if self.timing is Timing.FREE:
             missing = {b.index for b, s in self.layout.slots() if s.name in names} if names else frozenset[int]()
             self.order = self._sorted(self.learnt, lambda gradient: gradient.bucket.index in missing)
 
     def pass_over(self, indices: Collection[int]) -> None:
         """Send these buckets soon if no positions are known yet: all ranks have come beyond their weights."""
-        if not self.has_learnt and self.is_timed:
+        if self.timing is Timing.HELD:
             for index in indices:
                 self.positions[index] = START
 
@@ -272,9 +290,9 @@ class GradientReducer:
         if kind is not Round.SENDING:
             return
         self.clock.start()
-        if not self.has_learnt:
-            self.is_timed = self.clock.expects_launches
-            self._reset_positions(END if self.is_timed else START)
+        if not self.timing.is_agreed:
+            self.timing = Timing.HELD if self.clock.expects_launches else Timing.UNKNOWN
+            self._reset_positions(END if self.timing.is_bound else START)
 
     def _reset_positions(self, position: Position) -> None:
         self.positions = [END if gradient.rows is not None else position for gradient in self.gradients]
@@ -289,10 +307,10 @@ class GradientReducer:
                 gradient.record_plain(index)
             return
         self.num_arrived += 1
-        self.clock.has_begun = True
+        self.clock.begin()
         if gradient.phase in (BucketPhase.IN_FLIGHT, BucketPhase.REDUCED):
             gradient.late.add(index)
-            if not self.is_timed:
+            if not self.timing.is_bound:
                 self.positions[gradient.bucket.index] = END
             return
         self._provide(gradient)
@@ -305,10 +323,10 @@ class GradientReducer:
 
     def _before_launch(self, time: Position) -> None:
         """Send what is due before another collective is launched, which makes it `time`."""
-        if not (self.is_timed or self.has_learnt):
-            self.is_timed = True  # a first round whose launches were not expected
+        if self.timing is Timing.UNKNOWN:
+            self.timing = Timing.HELD
             self._reset_positions(END)
-        if self.is_timed and self.policy.overlap:
+        if self.timing.is_bound and self.policy.overlap:
             with torch.no_grad():
                 self._send_due(time)
 
@@ -318,7 +336,7 @@ class GradientReducer:
             while self._next < len(self.order):
                 gradient = self.gradients[self.order[self._next]]
                 position = self.positions[gradient.bucket.index]
-                is_forced = self.is_timed and position < time
+                is_forced = self.timing.is_bound and position < time
                 if not is_forced and (position > self.clock.now or gradient.awaiting):
                     return
                 self._send(gradient)
@@ -333,9 +351,9 @@ class GradientReducer:
                 self._send(self.gradients[index])
             self._next = len(self.order)
             self._finish_flights(0)
-            if not self.has_learnt and shows_order:
+            if not self.timing.is_agreed and shows_order:
                 self._send_late(self._learn())
-            elif self.is_timed:
+            elif self.timing.is_bound:
                 self.may_be_late |= shows_order and any(position != END for position in self.positions)
             else:
                 self._send_late(self.late())
@@ -363,10 +381,11 @@ class GradientReducer:
             "is_timed": self.clock.now != START,
         }
         answers = zcomm.all_gather_object(mine, self.ranks.world)
-        self.is_timed, self.has_learnt = any(answer["is_timed"] for answer in answers), True
-        self._reset_positions(END if self.is_timed else START)
+        is_timed = any(answer["is_timed"] for answer in answers)
+        self.timing = Timing.POSITIONS if is_timed else Timing.FREE
+        self._reset_positions(END if is_timed else START)
         found = [(index, tuple(position)) for answer in answers for index, position in answer["positions"]]
-        for index, position in sorted(found) if self.is_timed else ():
+        for index, position in sorted(found) if is_timed else ():
             self.positions[index] = position  # the latest is the last
         late = {index for answer in answers for index in answer["late"]}
         self._send_at_end(late, answers[0]["order"])
