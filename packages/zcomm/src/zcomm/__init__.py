@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from zcomm.collectives.block_codes import BlockCode
 from zcomm.collectives.handles import DONE, CollectiveFailed, Handle, after
+from zcomm.collectives.launches import launching, on_launch
 from zcomm.collectives.objects import all_gather_object
 from zcomm.collectives.quantized import all_gather_quantized, reduce_scatter_quantized
 from zcomm.collectives.ragged import all_to_all_ragged_rows, all_to_all_v, gather_rows, return_ragged_rows
@@ -89,8 +90,10 @@ __all__ = [
     "group_rank",
     "group_size",
     "init",
+    "launching",
     "make_mesh",
     "mpu_getter",
+    "on_launch",
     "played_world",
     "reduce_scatter",
     "reduce_scatter_quantized",

@@ -175,6 +175,27 @@ def test_what_comes_after_may_be_another_message() -> None:
     assert chain.is_done(), "a look goes on with what can go on"
 
 
+def test_a_rank_chooses_when_later_phases_are_issued() -> None:
+    issued: list[str] = []
+
+    def send(name: str) -> zcomm.Handle:
+        def issue() -> FakeWork:
+            issued.append(name)
+            return FakeWork()
+
+        return start(call_on(torch.zeros(1), name), issue, (), async_op=True)
+
+    handle = zcomm.after(send("first"), lambda: send("second"))
+    assert issued == ["first"]
+    handle.proceed()
+    assert issued == ["first", "second"]
+    assert not handle.is_done(), "the last phase is not waited for"
+    handle.proceed()
+    handle.wait()
+    zcomm.DONE.proceed()
+    assert issued == ["first", "second"]
+
+
 class Helped(FakeWork):
     """A work that ends at the third call of `help_for`; records the requested times."""
 
@@ -222,7 +243,7 @@ def test_a_failure_of_what_comes_after_is_raised_by_every_look(error: Exception)
         raise error
 
     handle = zcomm.after(zcomm.DONE, fail)
-    for look in (handle.wait, handle.wait, handle.is_done, lambda: handle.wait_for(0.0)):
+    for look in (handle.wait, handle.wait, handle.is_done, lambda: handle.wait_for(0.0), handle.proceed):
         with pytest.raises(type(error), match=r"^the second hop failed$"):
             look()
 

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 import zcomm
 from zpartition._compat import parameters_of
 from zpartition.gradients.bucket import NonFiniteProbe
+from zpartition.gradients.launch_order import LaunchClock
 from zpartition.gradients.reducer import GradientReducer
 from zpartition.gradients.speculate import NO_SPECULATION, SpeculativeStep
 from zpartition.layout.layout import Bucket, Layout
@@ -32,7 +33,7 @@ from zpartition.weights.sharded import ShardedStorage, Storage
 from zpartition.weights.storage import BucketStorage, ReplicatedTensors
 from zpartition.weights.unshard import Unsharder
 
-__all__ = ["PartitionState", "Unused", "UnusedParametersError"]
+__all__ = ["PartitionState", "Unused", "UnusedParametersError", "make_reducer"]
 
 
 class UnusedParametersError(ValueError, AssertionError):
@@ -45,6 +46,19 @@ class Unused:
 
     by_all: frozenset[str] = frozenset()  # no rank has a gradient
     by_some: frozenset[str] = frozenset()  # at least one rank has none
+
+
+def make_reducer(
+    module: nn.Module, layout: Layout, params: dict[str, Parameter], unsharder: Unsharder, device: torch.device
+) -> GradientReducer:
+    """Return a reducer of the gradients of `params`, whose messages have an order with the gathers of `unsharder`."""
+    policy, ranks = unsharder.policy, unsharder.ranks
+    gradient_ranks = ranks.duplicate() if unsharder.units else ranks  # see [Note: two orders] in unshard.py
+    clock = LaunchClock.of(module, ranks, has_units=bool(unsharder.units))
+    reducer = GradientReducer.create(layout, policy, params, gradient_ranks, device, clock)
+    reducer.on_complete = unsharder.arrived
+    unsharder.clock, unsharder.pass_over = clock, reducer.pass_over
+    return reducer
 
 
 @attrs.define(eq=False)
@@ -153,6 +167,10 @@ class PartitionState:
     def num_unused(self) -> int:
         """Number of partitioned parameters without a gradient on this rank since `zero_grad`."""
         return sum(len(g.params) - len(g.seen) for g in self.reducer.gradients)
+
+    def num_late(self) -> int:
+        """Number of buckets of this rank with gradients that have not been sent; see `finish_gradients`."""
+        return len(self.reducer.late())
 
     def num_arrived(self) -> int:
         """Number of gradients that the running (or the last) backward has produced on this rank."""

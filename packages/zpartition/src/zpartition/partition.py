@@ -29,11 +29,10 @@ from torch import nn
 import zcomm
 from zpartition import unfreeze as unfreezing
 from zpartition._compat import parameters_of
-from zpartition.core import PartitionState, Unused
+from zpartition.core import PartitionState, Unused, make_reducer
 from zpartition.deferred.init import Deferred, suspend_init
 from zpartition.estimate.memory import count_bytes
 from zpartition.gradients.bucket import BucketPhase
-from zpartition.gradients.reducer import GradientReducer
 from zpartition.gradients.speculate import SteppedBucket, start_speculation
 from zpartition.layout.address import LazyShard, Shard
 from zpartition.layout.layout import Layout
@@ -101,8 +100,7 @@ class Partition(PartitionState):
         replicated = ReplicatedTensors.of(module, ranks.world, owned)
         unsharder = Unsharder.of(module, units, policy, ranks, device)
         unshard_hooks = UnshardHooks.install(module, unsharder)
-        gradient_ranks = ranks.duplicate() if unsharder.units else ranks  # see [Note: two orders] in unshard.py
-        reducer = GradientReducer.create(layout, policy, params, gradient_ranks, device, unsharder.arrived)
+        reducer = make_reducer(module, layout, params, unsharder, device)
         offload_manager.attach(reducer)
         parts = (module, layout, policy, ranks, params, storages, reducer, replicated, unsharder, unshard_hooks)
         partition = cls(*parts, offload_manager=offload_manager)
@@ -227,14 +225,18 @@ class Partition(PartitionState):
             self.unsharder.reset()
             raise
 
-    def finish_gradients(self) -> list[torch.Tensor]:
+    def finish_gradients(self, *, any_late: bool | None = None) -> list[torch.Tensor]:
         """Set `.grad` on every master and return the mean gradients that this rank counts, flat, by bucket.
 
         A parameter replicated over model-parallel ranks is returned on one of them only, so that the norm counts it
         once.  If only experts are sharded, gradients that several ranks hold are returned by one of them.
+
+        any_late: whether some rank (model-parallel ones included) has gradients that arrived after their bucket was
+            sent, because this backward differs from the first: the sum of `num_late`.  They are then sent, too.
+            False leaves them out, until a second call.  None asks the ranks, where that can happen.
         """
         self.unfreeze_sync.reset()
-        kept = self.reducer.finish()
+        kept = self.reducer.finish(any_late=any_late)
         self.offload_manager.mover.wait_host()
         self.speculative_step.join()
         for storage, gradient in zip(self.storages, kept):

@@ -36,8 +36,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition._compat import any_requires_grad
-from zpartition.core import PartitionState
-from zpartition.gradients.reducer import GradientReducer
+from zpartition.core import PartitionState, make_reducer
 from zpartition.layout.layout import Layout
 from zpartition.layout.plan_layouts import plan_added
 from zpartition.offload.manager import OffloadManager
@@ -180,11 +179,9 @@ def _rebuild(partition: PartitionState, manager: OffloadManager) -> None:
     partition.unsharder = Unsharder.of(partition.module, units, policy, ranks, device)
     partition.unsharder.version = old.version
     partition.unshard_hooks = UnshardHooks.install(partition.module, partition.unsharder)
-    gradient_ranks = ranks.duplicate() if units else ranks
-    arrived = partition.unsharder.arrived
     non_finite_probe = partition.reducer.non_finite_probe
-    partition.reducer = GradientReducer.create(
-        partition.layout, policy, partition.params, gradient_ranks, device, arrived
+    partition.reducer = make_reducer(
+        partition.module, partition.layout, partition.params, partition.unsharder, device
     )
     partition.reducer.non_finite_probe = non_finite_probe
     manager.attach(partition.reducer)

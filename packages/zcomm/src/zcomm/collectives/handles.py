@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from zcomm import gloo
 from zcomm.collectives import trace
+from zcomm.collectives.launches import launching
 from zcomm.hangs.fingerprint import Call, CallState, Fingerprint
 from zcomm.hangs.observer import ABORTED, observer
 
@@ -54,6 +55,12 @@ class Handle(Protocol):
     def wait_for(self, seconds: float) -> bool:
         """Wait for at most `seconds`, and help with the work.  True if `wait` would return, or raise, at once."""
 
+    def proceed(self) -> None:
+        """Issue all collectives that `wait` would still issue (see `after`); waits for what comes before them.
+
+        So a rank chooses when they are issued.  Raises as `wait` does.
+        """
+
 
 @final
 class Done:
@@ -67,6 +74,9 @@ class Done:
 
     def wait_for(self, seconds: float) -> bool:
         return True
+
+    def proceed(self) -> None:
+        """Issue nothing."""
 
     def __repr__(self) -> str:
         return "zcomm.DONE"
@@ -114,6 +124,13 @@ class _Continuation:
         self._run()
         return self.handle.wait_for(until_s - time.monotonic())
 
+    def proceed(self) -> None:
+        self.handle.proceed()
+        if self.finish is not None:
+            self.handle.wait()
+        self._run()
+        self.handle.proceed()
+
     def _run(self) -> None:
         with self.running:
             try:
@@ -145,6 +162,9 @@ class _FailedHandle:
     def wait_for(self, seconds: float) -> bool:
         return True
 
+    def proceed(self) -> None:
+        raise self.error
+
 
 @final
 @attrs.define(eq=False)
@@ -170,6 +190,9 @@ class Pending:
         until_s = time.monotonic() + seconds
         parts = () if self.work is None else getattr(self.work, "works", (self.work,))
         return all(_wait_until(until_s, part) for part in parts)
+
+    def proceed(self) -> None:
+        """Issue nothing: it is one collective."""
 
     def wait(self) -> None:
         if self.work is None:
@@ -217,6 +240,7 @@ def start(
     group, detail: for the report of a failure; `detail` is the reduction, or the sender's global rank.
     Raises ValueError if the back end does not support the call (dtype, device), CollectiveFailed if it failed.
     """
+    launching(call.op, group)
     sinks, index, issued_s = trace.open_sinks(), trace.next_index(), time.perf_counter()
     fingerprint = observer().record(call, group, detail)
     try:

@@ -333,7 +333,7 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     the results are merged.
     """
     inspect_one = functools.partial(
-        zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=2)
+        zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=3)
     )
 
     def inspect(grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+import zprecision
 from zengine.config import Plan
 from zengine.engine import accumulation, module_attributes, optimizer_calls, torch_style
 from zengine.engine.clock import Boundary, Clock
@@ -142,14 +143,11 @@ class Engine(nn.Module):
         run, parts, clock = self._run, self.parts, self.clock
         for feature in self._features:
             feature.step_begin()
-        # 1. reduce the last gradients
-        gradients = parts.partition.finish_gradients()
-        for feature in self._features:
-            feature.gradients_ready(parts.partition)
-        # 2. all-reduce norm, overflow, loss and the check that ranks agree, in one message
-        num_unused = parts.partition.num_unused()
-        drift = parts.drift.number(clock.steps, any_unused=num_unused > 0)
-        stats = parts.inspect(gradients, extra=run.losses.statistics(num_unused, drift))
+        # 1. reduce the last gradients; all-reduce norm, overflow, loss and the check that ranks agree, in one message
+        stats = self._inspect(any_late=False)
+        # 2. once more, if that message says that some gradients arrived after their bucket was sent
+        if parts.num_late(stats):
+            stats = self._inspect(any_late=True)
         numbers = parts.read(stats, run.losses)
         parts.drift.check(numbers.drift)
         lr = parts.optimizer.lr()
@@ -167,6 +165,17 @@ class Engine(nn.Module):
         )  # not nn.Module's setter: 3 us
         skip.raise_if_fatal(clock.steps)
         return report
+
+    def _inspect(self, *, any_late: bool) -> zprecision.GradientStats:
+        """Reduce and inspect the gradients; any_late: see `Partition.finish_gradients`."""
+        run, partition = self._run, self.parts.partition
+        gradients = partition.finish_gradients(any_late=any_late)
+        for feature in self._features:
+            feature.gradients_ready(partition)
+        num_unused = partition.num_unused()
+        drift = self.parts.drift.number(self.clock.steps, any_unused=num_unused > 0)
+        extra = run.losses.statistics(drift, partition.num_late(), num_unused)
+        return self.parts.inspect(gradients, extra=extra)
 
     def _finish_step(self, report: StepReport) -> None:
         self.parts.telemetry.step_end(report)

@@ -55,7 +55,8 @@ class Feature:
         """Run at a boundary, after the reduction and before gradients are inspected.
 
         They still have the loss scale (and, for weighted losses, are not divided yet).  Changes affect norm and
-        update, and must be the same on all ranks.
+        update, and must be the same on all ranks.  Runs once more if some gradients arrived after their bucket was
+        sent (the backward of a split model differs from its first one), with all gradients and earlier changes.
         """
 
     def step_end(self, report: StepReport) -> None:

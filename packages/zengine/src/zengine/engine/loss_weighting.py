@@ -132,13 +132,13 @@ class StepLoss:
         """Return True if the losses of this rank are finite, or unknown.  Waits for the device."""
         return self.kind is Kind.UNSEEN or math.isfinite(self.loss)
 
-    def statistics(self, num_unused: int, drift: float | Tensor) -> Tensor:
-        """Return numbers to sum over ranks: drift, unused parameters, mean loss, weight, 1 if weighted.
+    def statistics(self, drift: float | Tensor, num_late: int, num_unused: int) -> Tensor:
+        """Return numbers to sum over ranks: drift, late buckets, unused parameters, mean loss, weight, 1 if weighted.
 
-        (5,) float64 on the device.
+        (6,) float64 on the device.
         """
         is_weighted = self.kind is Kind.WEIGHTED
-        values = (drift, num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
+        values = (drift, num_late, num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
         row = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in values], dtype=torch.float64)
         row = row.to(self.device)
         for index, value in enumerate(values):

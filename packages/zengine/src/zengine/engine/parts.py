@@ -260,9 +260,13 @@ class Parts:
     loader: Any  # zengine loader, or None if the caller has the data
     client_scheduler: Any  # lr_scheduler for the caller; None without one
 
+    def num_late(self, stats: zprecision.GradientStats) -> int:
+        """Return the number of buckets with gradients that have not been sent, summed over ranks."""
+        return int(stats.numbers[2])
+
     def read(self, stats: zprecision.GradientStats, losses: StepLoss) -> Numbers:
         """Return the numbers of one boundary on the host, before anything changes."""
-        norm, drift, unused, loss, weight, num_weighted = stats.numbers
+        norm, drift, _, unused, loss, weight, num_weighted = stats.numbers
         remainder = losses.remainder(weight, num_weighted)
         return Numbers(
             is_finite=stats.finite,

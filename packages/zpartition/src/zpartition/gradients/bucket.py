@@ -75,6 +75,7 @@ class BucketGradient:
     filled: set[int] = attrs.field(factory=set)  # slots whose part of `local` holds a gradient
     awaiting: set[int] = attrs.field(factory=set)  # slots without a gradient in this round
     late: set[int] = attrs.field(factory=set)  # slots whose gradient arrived after the bucket was sent
+    late_grads: dict[int, torch.Tensor] = attrs.field(factory=dict)  # by slot: late gradients of earlier rounds
     seen: set[int] = attrs.field(factory=set)  # slots with any gradient since the last `reset`
     plain: dict[int, tuple[int, int]] = attrs.field(factory=dict)  # by slot: (address, version) of plain gradients
     placeholders: dict[int, GradPlaceholder] = attrs.field(factory=dict)  # shown as `.grad`, by slot
@@ -107,6 +108,23 @@ class BucketGradient:
         self.seen.add(index)
         self.awaiting.discard(index)
         return not self.awaiting
+
+    def arrive_late(self) -> None:
+        """Copy all late gradients into the local buffer."""
+        self._keep_late()
+        for index, grad in self.late_grads.items():
+            self.params[index].grad = grad
+            self.arrive(index)
+        self.late_grads.clear()
+
+    def _keep_late(self) -> None:
+        """Move late gradients of this round out of the parameters."""
+        for index in sorted(self.late):
+            grad, self.params[index].grad = self.params[index].grad, None
+            assert grad is not None
+            before = self.late_grads.get(index)
+            self.late_grads[index] = grad if before is None else before + grad
+        self.late.clear()
 
     def _copy_into(self, view: torch.Tensor, index: int, param: Parameter, grad: torch.Tensor) -> None:
         grad = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
@@ -201,6 +219,7 @@ class BucketGradient:
 
         is_scaled: gradients include a factor that is internal to the step.
         """
+        self._keep_late()
         reason = "multiplied by the loss scale or by loss weights" if is_scaled else self._hidden_reason()
         if self.phase is not BucketPhase.FILLING and not reason:
             self.attach_grads()
@@ -322,6 +341,7 @@ class BucketGradient:
             self.rows.clear()
         for slots in (self.filled, self.seen, self.late, self.awaiting):
             slots.clear()
+        self.late_grads.clear()
         self.plain.clear()
         self.phase = BucketPhase.IDLE
 

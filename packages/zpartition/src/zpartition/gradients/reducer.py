@@ -8,20 +8,27 @@ Design.  A backward is a *round*.  In a sending round every bucket is sent exact
 share, whatever arrived: as soon as the bucket and all before it are complete; the rest at the end of the round, with
 zeros for missing gradients.  So the sequence of collectives does not depend on what a rank computed.
 
+Where a backward has other collectives, too (gathers of units, tokens of experts, heads, sums over tensor ranks), each
+bucket also has a *position* among them, on which the ranks agree (launch_order.py): it leaves after the launches
+before its position, and at the latest before the next one, complete or not.
+
 The first sending round is in index order.  Afterwards the ranks exchange, once, the order in which buckets became
-complete (all adopt rank 0's), and the buckets that got a gradient after they were sent, on any rank.  Such late
-gradients form a second message, since sums are linear; from then on these buckets are held until the end of the
-round, behind the others.  A gradient that arrives twice for the first time in a later round forms a second message,
-too; there, ranks must agree.  A bucket of which some rank missed a gradient in one step is sent last in the next
-(`expect_missing`); otherwise those behind it would wait, each in a buffer.
+complete (all adopt rank 0's), their positions, and the buckets that got a gradient after they were sent, on any rank.
+Such late gradients form a second message, since sums are linear; from then on these buckets are held until the end of
+the round, behind the others.  Later a gradient can be late if it arrives twice for the first time, or, with
+positions, if this backward differs from the first; with positions it stays here until the ranks agree on a second
+message, at the end of the step (`finish`).  Without, they must agree, and a bucket of which some rank missed a
+gradient in one step is sent last in the next (`expect_missing`); otherwise those behind it would wait, each in a
+buffer.
+
+In the first round of a backward that has other collectives no position is known.  Buckets then leave at its end;
+those of units, which must not all be in memory at once, when other units are used (`pass_over`), since all ranks use
+units in one order.
 
 Outside a round the hooks do nothing, as when a GAN's generator trains through its discriminator: `.grad` behaves as
-in plain torch.  At most `IN_FLIGHT_LIMIT` buckets are in flight, which bounds memory when gradients are sharded.
-
-[Note: no deadlock]  A rank that misses a gradient sends its bucket at the end of the round, and before that it needs
-the other ranks: at stage 3 to gather units, with experts to exchange tokens.  So no rank may block on that bucket in
-the middle of a round: after `PATIENCE_S` a rank allocates more buffers for the rest of the round, and drops them at
-its end.  Sparse rows, whose exchange waits for their lengths, are sent last.
+in plain torch.  At most `IN_FLIGHT_LIMIT` buckets are in flight, which bounds memory when gradients are sharded.  To
+wait for one of them cannot end in a deadlock, see [Note: no circle] in launch_order.py.  Sparse rows, whose exchange
+waits for their lengths, are sent last.
 
 Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data); sending
 buckets in order of completion (differs between ranks); autograd's private end-of-backward callback
@@ -31,6 +38,7 @@ buckets in order of completion (differs between ranks); autograd's private end-o
 from __future__ import annotations
 
 import collections
+import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +51,7 @@ from torch.utils.hooks import RemovableHandle
 
 import zcomm
 from zpartition.gradients.bucket import BucketGradient, BucketPhase, NonFiniteProbe, Round
+from zpartition.gradients.launch_order import END, START, LaunchClock, Position
 from zpartition.gradients.placeholder import ADDED, HiddenGradientError
 from zpartition.gradients.reduce import Factors, GradientReduction, factors, reduce_at, reduction_for
 from zpartition.gradients.sparse import SparseRows
@@ -52,7 +61,24 @@ from zpartition.layout.ranks import Ranks
 from zpartition.memory.buffers import Arena, BufferPool
 
 IN_FLIGHT_LIMIT = 2  # transient buffers in flight at once: one is sent while the next is filled
-PATIENCE_S = 0.2  # to wait for a message in the middle of a round, see [Note: no deadlock]
+
+
+class Timing(enum.Enum):
+    """When a complete bucket may leave."""
+
+    UNKNOWN = "unknown"  # a first round without other launches, so far: at once
+    HELD = "held"  # a first round with other launches: at its end, or when `pass_over` says so
+    FREE = "free"  # ranks have agreed that there are no other launches: at once
+    POSITIONS = "positions"  # ranks have agreed on positions among other launches
+
+    @property
+    def is_agreed(self) -> bool:
+        return self in (Timing.FREE, Timing.POSITIONS)
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether other launches wait for the buckets that are due before them."""
+        return self in (Timing.HELD, Timing.POSITIONS)
 
 
 @attrs.frozen(eq=False)
@@ -83,7 +109,8 @@ class GradientReducer:
     reductions: Mapping[int, GradientReduction]  # by `Bucket.num_expert_shards`
     gradients: tuple[BucketGradient, ...]
     pool: BufferPool
-    on_complete: Callable[[int], None]  # called with the index of a bucket whose gradients have all arrived
+    clock: LaunchClock
+    on_complete: Callable[[int], None] = lambda index: None  # called with the index of a bucket that is complete
     hooks: list[RemovableHandle] = attrs.field(factory=list)
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
     kind: Round = Round.NONE
@@ -93,17 +120,17 @@ class GradientReducer:
     )  # by bucket and slot: gradients outside rounds
     order: tuple[int, ...] = ()  # bucket indices in the order of sending
     learnt: tuple[int, ...] = ()  # the same, while no rank misses a gradient
-    has_learnt: bool = False  # the ranks have agreed on `learnt`, after a first round
-    held: set[int] = attrs.field(factory=set)  # buckets that are sent at the end of the round only
+    positions: list[Position] = attrs.field(factory=list)  # by bucket; END: at the end of the round only
+    timing: Timing = Timing.UNKNOWN
+    may_be_late: bool = False  # ranks have not agreed yet which buckets of this step need a second message
     non_finite_probe: NonFiniteProbe = attrs.field(factory=NonFiniteProbe)
     num_unsent: int = 0  # rounds since the last sending one
     num_scaled: int = 0  # rounds of the running step whose gradients include a factor
     most_bytes: int = 0  # expected maximum of buffers at the end of a backward
     factors: tuple[Factors, ...] = ()  # by bucket
     shared_numel: Mapping[torch.dtype, int] = attrs.field(factory=dict)  # of buffers that serve buckets in turn
-    patience_s: float = PATIENCE_S  # to wait for a message in the middle of a round; 0 after a timeout
-    _next: int = 0  # position in `order` of the next bucket to send
-    _completed: list[int] = attrs.field(factory=list)  # bucket indices in order of completion
+    _next: int = 0  # place in `order` of the next bucket to send
+    _completed: dict[int, Position] = attrs.field(factory=dict)  # buckets in order of completion
 
     @classmethod
     def create(
@@ -113,12 +140,9 @@ class GradientReducer:
         params: dict[str, Parameter],
         ranks: Ranks,
         device: torch.device,
-        on_complete: Callable[[int], None] = lambda index: None,
+        clock: LaunchClock,
     ) -> GradientReducer:
-        """Hook every parameter of `layout`; `close` removes the hooks.
-
-        on_complete: called with the index of each bucket whose gradients have all arrived in a backward.
-        """
+        """Hook every parameter of `layout`; `close` removes the hooks."""
         pool = BufferPool(device, Arena.create(buffer_bytes(layout, policy), device, ranks.shard))
         accumulating = reduce_at(policy, layout) is ReduceAt.BOUNDARY
         gradients = tuple(
@@ -137,8 +161,11 @@ class GradientReducer:
             d: reduction_for(ranks.groups_for(kinds[d]), kinds[d].num_shards, policy.of(kinds[d]))
             for d in sorted(kinds)
         }
-        reducer = cls(layout, policy, ranks, reductions, gradients, pool, on_complete)
-        reducer.order = reducer._last(range(len(gradients)), frozenset())
+        reducer = cls(layout, policy, ranks, reductions, gradients, pool, clock)
+        clock.before = reducer._before_launch
+        reducer._reset_positions(START)
+        has_units = any(bucket.unit for bucket in layout.buckets)
+        reducer.order = reducer._sorted(range(len(gradients)), lambda g: has_units and g.bucket.unit is None)
         reducer.most_bytes = buffer_bytes(layout, policy, num_backwards=2)
         reducer.shared_numel = shared_numels(layout)
         reducer.factors = tuple(factors(policy, layout, bucket) for bucket in layout.buckets)
@@ -170,13 +197,17 @@ class GradientReducer:
             self.reset()
             raise
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self, *, any_late: bool | None = None) -> list[torch.Tensor]:
         """Return the accumulators, one per bucket: mean gradients of this rank's span (or of the whole bucket).
 
         Gradients that plain `loss.backward()` calls left in `.grad`, outside any round, are adopted and sent first.
+
+        any_late: send late gradients, which some rank has (True); leave them out (False); ask the ranks (None).
         """
         if any(gradient.phase is BucketPhase.FILLING or gradient.kept is None for gradient in self.gradients):
             self.adopt_plain(1, is_last=True)
+        if self.may_be_late and any_late is not False:
+            self._send_late(self._agree_on_late())
         kept = [gradient.kept for gradient in self.gradients]
         assert all(tensor is not None for tensor in kept)
         return [tensor for tensor in kept if tensor is not None]
@@ -186,9 +217,19 @@ class GradientReducer:
 
         names: the same on all ranks.
         """
-        if self.has_learnt:
+        if self.timing is Timing.FREE:
             missing = {b.index for b, s in self.layout.slots() if s.name in names} if names else frozenset[int]()
-            self.order = self._last(self.learnt, missing)
+            self.order = self._sorted(self.learnt, lambda gradient: gradient.bucket.index in missing)
+
+    def pass_over(self, indices: Collection[int]) -> None:
+        """Send these buckets soon if no positions are known yet: all ranks have come beyond their weights."""
+        if self.timing is Timing.HELD:
+            for index in indices:
+                self.positions[index] = START
+
+    def late(self) -> set[int]:
+        """Return the buckets of which this rank has gradients that arrived after they were sent."""
+        return {gradient.bucket.index for gradient in self.gradients if gradient.late or gradient.late_grads}
 
     def average(self, averaging: Averaging) -> None:
         """Turn sums over ranks into means by `averaging`; there are no gradients of a step yet."""
@@ -206,7 +247,8 @@ class GradientReducer:
             handle = self.flights.popleft().handle
             if not zcomm.failure():
                 handle.wait()
-        self.kind, self.num_scaled, self.num_unsent = Round.NONE, 0, 0
+        self.kind, self.num_scaled, self.num_unsent, self.may_be_late = Round.NONE, 0, 0, False
+        self.clock.stop()
         self.plain.clear()
         self.non_finite_probe.step_over()
         for gradient in self.gradients:
@@ -220,6 +262,7 @@ class GradientReducer:
         found = [(g, i) for g in self.gradients for i in range(len(g.params)) if g.has_plain(i)]
         grads = [gradient.take_plain(index) for gradient, index in found]  # opening a round may drop `.grad`
         with self.round(is_last=True):
+            self.clock.stop()  # nothing else is launched, so this shows no order
             for (gradient, index), grad in zip(found, grads):
                 gradient.params[index].grad = grad if divisor == 1 else grad / divisor
                 self._provide(gradient)
@@ -233,6 +276,7 @@ class GradientReducer:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self.clock.remove()
         self.reset()
         self.pool.clear()
 
@@ -243,6 +287,15 @@ class GradientReducer:
         self._completed.clear()
         for gradient in self.gradients:
             gradient.open_round()
+        if kind is not Round.SENDING:
+            return
+        self.clock.start()
+        if not self.timing.is_agreed:
+            self.timing = Timing.HELD if self.clock.expects_launches else Timing.UNKNOWN
+            self._reset_positions(END if self.timing.is_bound else START)
+
+    def _reset_positions(self, position: Position) -> None:
+        self.positions = [END if gradient.rows is not None else position for gradient in self.gradients]
 
     def _arrived(self, gradient: BucketGradient, index: int) -> None:
         """Handle a gradient that autograd has written into `params[index].grad`."""
@@ -254,75 +307,127 @@ class GradientReducer:
                 gradient.record_plain(index)
             return
         self.num_arrived += 1
+        self.clock.begin()
         if gradient.phase in (BucketPhase.IN_FLIGHT, BucketPhase.REDUCED):
             gradient.late.add(index)
-            self.held.add(gradient.bucket.index)
+            if not self.timing.is_bound:
+                self.positions[gradient.bucket.index] = END
             return
         self._provide(gradient)
         if gradient.arrive(index):
-            self._completed.append(gradient.bucket.index)
+            self._completed.pop(gradient.bucket.index, None)  # the last time counts
+            self._completed[gradient.bucket.index] = self.clock.now
             self.on_complete(gradient.bucket.index)
             if self.policy.overlap and self.kind is Round.SENDING:
-                self._send_complete()
+                self._send_due(self.clock.now)
 
-    def _send_complete(self) -> None:
-        while self._next < len(self.order):
-            index = self.order[self._next]
-            gradient = self.gradients[index]
-            if index in self.held or gradient.awaiting or gradient.rows is not None:
-                return
-            self._send(gradient)
-            self._next += 1
+    def _before_launch(self, time: Position) -> None:
+        """Send what is due before another collective is launched, which makes it `time`."""
+        if self.timing is Timing.UNKNOWN:
+            self.timing = Timing.HELD
+            self._reset_positions(END)
+        if self.timing.is_bound and self.policy.overlap:
+            with torch.no_grad():
+                self._send_due(time)
+
+    def _send_due(self, time: Position) -> None:
+        """Send the next buckets: those whose position is before `time`, and complete ones whose position it is."""
+        with self.clock.paused():
+            while self._next < len(self.order):
+                gradient = self.gradients[self.order[self._next]]
+                position = self.positions[gradient.bucket.index]
+                is_forced = self.timing.is_bound and position < time
+                if not is_forced and (position > self.clock.now or gradient.awaiting):
+                    return
+                self._send(gradient)
+                self._next += 1
 
     def _close_round(self) -> None:
         self.num_unsent = 0 if self.kind is Round.SENDING else self.num_unsent + 1
         if self.kind is Round.SENDING:
+            shows_order = self.clock.is_running
+            self.clock.stop()
             for index in self.order[self._next :]:
                 self._send(self.gradients[index])
             self._next = len(self.order)
             self._finish_flights(0)
-            self._send_late(self._late() if self.has_learnt else self._learn())
-            self.has_learnt = True
+            if not self.timing.is_agreed and shows_order:
+                self._send_late(self._learn())
+            elif self.timing.is_bound:
+                self.may_be_late |= shows_order and any(position != END for position in self.positions)
+            else:
+                self._send_late(self.late())
             if self.pool.total_bytes > self.most_bytes:
                 self._clear_pool()  # more buckets than expected were filled at once
         for gradient in self.gradients:
             gradient.close_round(is_scaled=self.num_scaled > 0)
-        self.kind, self.patience_s = Round.NONE, PATIENCE_S
+        self.kind = Round.NONE
 
     def _clear_pool(self) -> None:
         for gradient in self.gradients:
             gradient.forget_views()
         self.pool.clear()
 
-    def _late(self) -> set[int]:
-        return {gradient.bucket.index for gradient in self.gradients if gradient.late}
-
     def _learn(self) -> set[int]:
-        """Agree on the order from now on; returns the buckets that some rank must send again.  A collective."""
-        completed = list(dict.fromkeys(self._completed))
-        incomplete = [index for index in self.order if index not in set(completed)]  # sent at the end of the round
-        answers = zcomm.all_gather_object(
-            {"order": completed + incomplete, "late": sorted(self._late())}, self.ranks.world
-        )
+        """Agree on order and positions from now on; returns the buckets that some rank must send again.  Collective.
+
+        A rank that misses a gradient of a bucket does not know its position; if all do, it is at the end.
+        """
+        incomplete = [index for index in self.order if index not in self._completed]  # sent at the end of the round
+        mine = {
+            "order": [*self._completed, *incomplete],
+            "positions": list(self._completed.items()),
+            "late": sorted(self.late()),
+            "is_timed": self.clock.now != START,
+        }
+        answers = zcomm.all_gather_object(mine, self.ranks.world)
+        is_timed = any(answer["is_timed"] for answer in answers)
+        self.timing = Timing.POSITIONS if is_timed else Timing.FREE
+        self._reset_positions(END if is_timed else START)
+        found = [(index, tuple(position)) for answer in answers for index, position in answer["positions"]]
+        for index, position in sorted(found) if is_timed else ():
+            self.positions[index] = position  # the latest is the last
         late = {index for answer in answers for index in answer["late"]}
-        self.order = self.learnt = self._last(answers[0]["order"], late)
-        self.held |= late
+        self._send_at_end(late, answers[0]["order"])
         return late
 
-    def _last(self, order: Iterable[int], late: Collection[int]) -> tuple[int, ...]:
-        """Return `order` with buckets that are sent at the end of a round moved to the end: late ones, and rows."""
-        return tuple(sorted(order, key=lambda index: (self.gradients[index].rows is not None, index in late)))
+    def _agree_on_late(self) -> set[int]:
+        """Return the buckets that some rank must send again; later they are sent at the end.  Collective."""
+        self.may_be_late = False
+        late = self.late()
+        flags = torch.tensor([index in late for index in range(len(self.gradients))], dtype=torch.int32)
+        flags = flags.to(self.pool.device)
+        zcomm.all_reduce(flags, self.ranks.world, op="max", label="late gradients")
+        late = {index for index, is_late in enumerate(flags.tolist()) if is_late}
+        self._send_at_end(late, self.learnt)
+        return late
+
+    def _send_at_end(self, indices: Collection[int], order: Iterable[int]) -> None:
+        """Adopt `order`, with the buckets `indices` moved to the end of a round."""
+        for index, gradient in enumerate(self.gradients):
+            if index in indices or gradient.rows is not None:
+                self.positions[index] = END
+        self.order = self.learnt = self._sorted(order, lambda _: False)
+
+    def _sorted(self, order: Iterable[int], is_last: Callable[[BucketGradient], bool]) -> tuple[int, ...]:
+        """Return `order` by position; of equal ones those that are `is_last` behind, and sparse rows at the end."""
+
+        def key(index: int) -> tuple[bool, Position, bool]:
+            gradient = self.gradients[index]
+            return gradient.rows is not None, self.positions[index], is_last(gradient)
+
+        return tuple(sorted(order, key=key))
 
     def _send_late(self, indices: set[int]) -> None:
         for index in sorted(indices):
             gradient = self.gradients[index]
-            late, gradient.late = sorted(gradient.late), set()
             gradient.phase = BucketPhase.IDLE
             self._provide(gradient)
-            for slot in late:
-                gradient.arrive(slot)
+            gradient.arrive_late()
             self._send(gradient)
             self._finish_flights(0)
+            if self.kind is Round.NONE:
+                gradient.close_round(is_scaled=self.num_scaled > 0)
 
     # -- a message -------------------------------------------------------------------------------
 
@@ -332,21 +437,12 @@ class GradientReducer:
             return
         numel, dtype, capacity = gradient.bucket.numel, gradient.local_dtype, self._capacity(gradient)
         buffer = self.pool.reuse(numel, dtype, capacity)
-        while buffer is None and len(self.flights) >= IN_FLIGHT_LIMIT and self._may_wait():
+        while buffer is None and len(self.flights) >= IN_FLIGHT_LIMIT:
             self._finish_flights(len(self.flights) - 1)
             buffer = self.pool.reuse(numel, dtype, capacity)
         if buffer is None:
             buffer = self.pool.make(capacity, dtype)
         gradient.adopt(buffer)
-
-    def _may_wait(self) -> bool:
-        """Wait for the oldest message; False: allocate another buffer, see [Note: no deadlock]."""
-        # the forward and backward passes have collectives of their own
-        communicates = self.policy.shards_weights or self.layout.is_expert_sharded
-        if not communicates or self.flights[0].handle.wait_for(self.patience_s):
-            return True
-        self.patience_s = 0.0
-        return False
 
     def _capacity(self, gradient: BucketGradient) -> int:
         """Return the elements of a buffer for this bucket: of one that serves others too, or its own.
@@ -373,8 +469,11 @@ class GradientReducer:
         label = f"gradients[{gradient.bucket.index}]"
         exchange = self.reductions[gradient.bucket.num_expert_shards]
         handle, received = exchange.reduce(sent, gradient.bucket.span(self.ranks.rank), label)
+        for flight in self.flights:
+            flight.handle.proceed()  # a second phase is launched behind the next bucket, on all ranks
         self.flights.append(_Flight(gradient, handle, sent, received))
-        self._finish_ready()
+        if gradient.mover is not None:
+            self._finish_flights(0 if self.layout.world_size == 1 else 1)  # moves gradients to the host
 
     def _send_rows(self, gradient: BucketGradient, rows: SparseRows) -> None:
         """Exchange the rows of a sparse gradient; waits, because the lengths must be known."""
@@ -384,13 +483,6 @@ class GradientReducer:
         indices, values = rows.packed(self.policy.wire_for(bucket), self.pool.device)
         parts = zcomm.gather_rows(indices, values, self.ranks.groups_for(bucket).world, label=f"rows[{bucket.index}]")
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
-
-    def _finish_ready(self) -> None:
-        """Move received gradients to the host, if they belong there; waits for all but the newest."""
-        while (on := self.flights) and on[-1].gradient.mover:
-            if not (on[0].handle.is_done() or (len(on) > 1 and self._may_wait())):
-                return
-            self._finish_flights(len(on) - 1)
 
     def _finish_flights(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are in flight."""
@@ -417,7 +509,8 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     """Return the maximum bytes of gradient buffers.
 
     One buffer for each bucket if whole gradients are kept or accumulate over micro-steps, else a few for all; if
-    whole gradients are kept and reduced after each backward, both from the second backward of a step on.
+    whole gradients are kept and reduced after each backward, both from the second backward of a step on.  The first
+    backward of a split model at stage 2 needs one for each bucket, once.
     """
     if not layout.buckets:
         return 0

@@ -152,6 +152,7 @@ class Channels:
         posted += [dist.P2POp(dist.irecv, data, group=self.group, group_peer=each.source) for each, data in received]
         if not posted:
             return
+        zcomm.launching("send" if sent else "receive", self.group)
         try:
             works = dist.batch_isend_irecv(posted)
         except RuntimeError as error:
@@ -169,6 +170,7 @@ class Channels:
 
     def broadcast(self, data: Tensor, source: int) -> None:
         """Broadcast `data` of rank `source` to the group."""
+        zcomm.launching("broadcast", self.group)
         _wait_all([dist.broadcast(data, group=self.group, group_src=source, async_op=True)])
 
     def forget_shapes(self) -> None:

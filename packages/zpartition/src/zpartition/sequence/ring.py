@@ -258,4 +258,5 @@ def ring_exchange(tensors: tuple[Tensor, ...], mp_group: ModelParallelGroup) -> 
     for out, come in zip(sent, arriving):
         posted.append(dist.P2POp(dist.isend, out, group=mp_group.group, group_peer=to))
         posted.append(dist.P2POp(dist.irecv, come, group=mp_group.group, group_peer=source))
+    zcomm.launching("send_receive", mp_group.group)
     return PendingExchange(tuple(dist.batch_isend_irecv(posted)), sent, arriving)

@@ -327,6 +327,7 @@ class UnshardHooks:
         self.unsharder.unshard(packed.unit)
         if packed.unit.reader != UNKNOWN_READER:
             packed.unit.reader = _compat.running_node()
+            self.unsharder.read[packed.unit.name] = packed.unit
         assert packed.storage.full is not None
         full, (shape, strides, offset) = packed.storage.full.view(packed.dtype), packed.geometry
         found = full.as_strided(shape, strides, full.storage_offset() + offset)

@@ -26,8 +26,8 @@ model's calls (state dicts, `gathered`) are no uses and leave units as they foun
 is unsharded.
 
 [Note: two orders] All ranks gather in one order, because they call the same modules, and send gradients in one order
-(reducer.py); but which gradients a rank has, and when, depends on its data, so the two orders are not ordered against
-each other.  Gradients therefore use a second process group over the same ranks.
+(reducer.py).  Gradients use a second process group over the same ranks, so that neither waits for the other.  The
+order between the two follows from the clock (launch_order.py), which counts uses, not gathers: prefetch moves those.
 
 Rejected.  Gathering by backward hooks of modules (they need outputs that require a gradient, break in-place
 operations, and miss weights that another module uses); one order fixed when the model is built.
@@ -36,8 +36,8 @@ operations, and miss weights that another module uses); one order fixed when the
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import attrs
@@ -46,6 +46,7 @@ from torch import nn
 
 import zcomm
 from zpartition import _compat
+from zpartition.gradients.launch_order import LaunchClock, Level
 from zpartition.layout.policy import OffloadStateType, ZeroPolicy
 from zpartition.layout.ranks import Ranks
 from zpartition.layout.residence import NO_RESIDENCE, Residence, residence, unit_numels
@@ -130,6 +131,9 @@ class Unsharder:
         frozenset()
     )  # positions in `order` after which a unit is not used before the next pause
     trace: list[Unit] = attrs.field(factory=list)  # uses in this step
+    clock: LaunchClock = attrs.field(factory=LaunchClock)  # of the gradients
+    pass_over: Callable[[Collection[int]], None] = lambda _: None  # called with buckets that no node reads any more
+    read: dict[str, Unit] = attrs.field(factory=dict)  # units that nodes of this backward have read, not passed over
     _next: int = 0  # expected position in `order` of the next use
 
     @classmethod
@@ -171,13 +175,26 @@ class Unsharder:
             is_new |= not (self.trace and self.trace[-1] is unit)
         if not is_new:
             return
-        with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
+        launches = nullcontext() if exact and not unit.is_sharded else self._launches(unit)
+        with launches, torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode they are made in
             if exact and unit.is_sharded:
                 self.borrowed.add(unit.name)
             if not unit.is_used:
                 self._unshard(unit)
             if not exact:
                 self._follow(unit)
+
+    def _launches(self, unit: Unit) -> AbstractContextManager[None]:
+        """Count a use of `unit`, and return a context for its gathers, which belong to it."""
+        node, passed = _compat.running_node(), list[int]()
+        for other in list(self.read.values()) if node is not None else ():
+            if not (encloses(other.name, unit.name) or other is unit or other.reader in (node, UNKNOWN_READER)):
+                del self.read[other.name]
+                passed += [storage.bucket.index for storage in other.storages if storage.is_trained]
+        if passed:
+            self.pass_over(passed)
+        self.clock.tick(Level.REPLICAS)
+        return self.clock.paused()
 
     def _unshard(self, unit: Unit) -> None:
         self._gather(unit)
@@ -208,6 +225,7 @@ class Unsharder:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run one backward; afterwards only units of running modules, or held units, are unsharded."""
+        self.read.clear()
         try:
             yield
         finally:
@@ -236,6 +254,7 @@ class Unsharder:
                 self._release(unit)
         self.recent, self.recent_numel = {}, 0
         self.finished.clear()
+        self.read.clear()
 
     def end_step(self) -> None:
         """End a step; the next one is expected to have the same sequence of uses."""
