@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from simulated_cuda.library import library, set_schedule, take_violations
 from simulated_cuda.mutants import MODULES, Mutant, applied, find_mutants
 from zckpt.saving.background import HostMemory
 from zengine.data.loaders.fetch import make_prefetcher
+from zpartition.activations import ArenaStore, HostStore
 from zpartition.disk.store import DiskStore
 from zpartition.layout.policy import Offload, Speculation, Tier
 from zpartition.memory.mover import CudaMover
@@ -85,6 +87,36 @@ def copy_for_a_background_save() -> None:
     (copy,) = HostMemory().copy_shards([Shard(weight)])  # type: ignore[list-item]
     copy.tensor.numpy().sum()
     weight.add_(1)
+    torch.cuda.synchronize()
+
+
+def keep_activations() -> None:
+    """Keep tensors on the host, change and free them, and take all but the first back; twice, into the same slots."""
+    for store in (HostStore(), ArenaStore(7, on_host=True)):
+        for _ in range(2):
+            restores = []
+            for value in range(7):
+                flat = torch.full((96,), float(value), device=DEVICE)
+                restores.append(store.put(flat))
+                flat.fill_(-1)
+            while len(restores) > 1:
+                restores.pop()().sum()
+                torch.empty(96, device=DEVICE).fill_(-1)
+            del restores  # the first is on its way to the device
+    torch.cuda.synchronize()
+
+
+def keep_activations_of_two_streams() -> None:
+    """Take tensors of one stream back on two streams in turn: each asks for what the other will use."""
+    store, first = HostStore(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(first):
+        restores = [store.put(torch.ones(96, device=DEVICE)) for _ in range(7)]
+    while restores:
+        for stream in (torch.cuda.default_stream(), first):
+            with torch.cuda.stream(stream):
+                if restores:
+                    restores.pop()().sum()
+                torch.empty(96, device=DEVICE).fill_(-1)
     torch.cuda.synchronize()
 
 
@@ -178,10 +210,11 @@ BY_TRAINING = (train_with_states_on_the_host, train_ahead, publish, fail_in_an_u
 SCENARIOS: dict[str, tuple[Callable[[], None], ...]] = {
     "zpartition.memory.mover": (move,),
     "zpartition.memory.placement": (page_weights,),
+    "zpartition.activations.stores": (keep_activations, keep_activations_of_two_streams),
     "zckpt.saving.background": (copy_for_a_background_save,),
     "zengine.data.loaders.fetch": (load_batches,),
 }
-ALL_SCENARIOS = (move, page_weights, load_batches, copy_for_a_background_save, *BY_TRAINING)
+ALL_SCENARIOS = tuple(dict.fromkeys((*itertools.chain(*SCENARIOS.values()), *BY_TRAINING)))
 
 
 def faults(scenarios: tuple[Callable[[], None], ...]) -> str:

@@ -149,7 +149,8 @@ class Engine(nn.Module):
         # 2. all-reduce norm, overflow, loss and the check that ranks agree, in one message
         num_unused = parts.partition.num_unused()
         drift = parts.drift.number(clock.steps, any_unused=num_unused > 0)
-        stats = parts.inspect(gradients, extra=run.losses.statistics(num_unused, drift))
+        extra = run.losses.statistics(num_unused, drift)
+        stats = parts.inspect(gradients, extra=extra, beside=parts.scaler.factor)
         numbers = parts.read(stats, run.losses)
         parts.drift.check(numbers.drift)
         lr = parts.optimizer.lr()

@@ -69,10 +69,10 @@ Decide = Callable[[DataRead], Any]
 
 
 def _statistics(reading: DataRead) -> Any:
-    """Sum of squares; drift, unused parameters, loss, weight, weighted ranks: as if all ranks agreed."""
+    """Sum of squares; drift, unused parameters, loss, weight, weighted ranks, loss scale: as if all ranks agreed."""
     square = math.inf if reading.step in reading.script.overflows else 1.0
     unused = float(reading.step in reading.script.misses)
-    return [square, 0.0, unused, 0.5, 0.0, 0.0][: reading.numel] if reading.shape else square
+    return [square, 0.0, unused, 0.5, 0.0, 0.0, 1.0][: reading.numel] if reading.shape else square
 
 
 def _is_overflow(reading: DataRead) -> bool:

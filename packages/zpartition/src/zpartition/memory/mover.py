@@ -194,8 +194,9 @@ class CudaMover:
         mark.synchronize()
 
     def wait_host(self) -> None:
-        self.down.synchronize()
-        self.in_flight.clear()
+        if self.in_flight:  # a wait without a reason would drain the device in every step without offload
+            self.down.synchronize()
+            self.in_flight.clear()
 
     def wait_device(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.up)
