@@ -112,7 +112,7 @@ void Machine::violation(const std::string& text) {
 
 void Machine::check_raised() {
   Lock lock(*this);
-  if (num_raised_ == violations_.size()) return;
+  if (!raises || num_raised_ == violations_.size()) return;
   std::string text;
   for (; num_raised_ < violations_.size(); ++num_raised_) text += (text.empty() ? "" : "\n") + violations_[num_raised_];
   throw std::runtime_error(text);

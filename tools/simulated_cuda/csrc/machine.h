@@ -136,10 +136,11 @@ class Machine {
   void schedule(const std::string& name);
   std::string take_violations();
   void reset_order();  // runs everything and forgets all accesses
-  void check_raised();  // throws the violations that nobody has seen yet
+  void check_raised();  // throws the violations that nobody has seen yet, if it `raises`
   Stats stats;
   std::map<std::string, int64_t> waits;  // of the host, by what waited
   bool checks = true;
+  bool raises = true;
   void (*before_host_waits_for_all)() = nullptr;  // of the collectives, whose work is done elsewhere
 
  private:

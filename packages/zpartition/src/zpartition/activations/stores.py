@@ -149,7 +149,7 @@ class Transfers:
     latest: Callable[[], _Sent | None] = lambda: None  # weak reference to the last one sent
 
     def send(self, flat: Tensor, place: Tensor) -> _Sent:
-        """Start to copy `flat`, (n,) on the device, into `place`, (n,) pinned, which an earlier tensor may have had."""
+        """Start to copy `flat`, (n,) on the device, to `place`, (n,) pinned, which another tensor may have had."""
         device = flat.device
         if self.down is None:
             self.down, self.up = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
