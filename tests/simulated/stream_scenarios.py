@@ -449,7 +449,7 @@ def scenarios_of(mutant: Mutant) -> tuple[bool, tuple[Scenario, ...]]:
 
 
 def faults(scenarios: tuple[Scenario, ...], mutant: Mutant | None = None) -> str:
-    """Return the violations and errors of the scenarios, without the wait of `mutant`; one schedule shows them all."""
+    """Return violations and errors of the scenarios, without the wait of `mutant`; one schedule shows them all."""
     found: list[str] = []
     with contextlib.nullcontext() if mutant is None else applied(mutant):
         for scenario in scenarios:

@@ -110,12 +110,13 @@ def test_a_wait_that_somebody_adds_is_counted() -> None:
 
 
 def waits_on_a_rank() -> list[Counter[str]]:
-    return [waits_of_a_step(stage, dtype, 0.1, {}) for stage in range(4) for dtype in ("bf16", "fp16")]
+    plain = [waits_of_a_step(stage, dtype, 0.1, {}) for stage in range(4) for dtype in ("bf16", "fp16")]
+    return [*plain, waits_of_a_step(2, "bf16", 0.1, MORE["LAMB"])]
 
 
 def test_a_step_of_two_ranks_waits_once() -> None:
     for waits in run_ranks(waits_on_a_rank, 2, timeout_s=120):
-        assert waits == 8 * [ONE_READ]
+        assert waits == 9 * [ONE_READ]
 
 
 @pytest.mark.parametrize("store", [HostStore(), ArenaStore(9, on_host=True)], ids=repr)
