@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import zckpt
 import zcomm
 import zengine
 import zengine.config
@@ -208,3 +209,13 @@ def test_the_profiler_traces_a_window_on_the_device(tmp_path: Path) -> None:
             engine.step()
     assert [path for path in tmp_path.iterdir() if "trace" in path.name]
     zcomm.init().close()
+
+
+def test_the_threads_of_a_checkpoint_work_on_the_callers_stream(tmp_path: Path) -> None:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        values = {name: torch.full((3_000_000,), 1.0, device=DEVICE).mul_(index) for index, name in enumerate("abc")}
+        zckpt.save(tmp_path, "saved", tensors=values)
+        live = {name: torch.zeros_like(value) for name, value in values.items()}
+        zckpt.load(tmp_path, tensors=live)
+        assert all(live[name].equal(values[name]) for name in values)
