@@ -101,10 +101,12 @@ class CUDAGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
         if torch.cuda.current_stream().stream_id == 0:
             raise RuntimeError("simulated CUDA: the default stream cannot be captured; use torch.cuda.graph")
+        self._random_state = torch.cuda.get_rng_state()  # a capture draws nothing; every replay draws anew
         library().sim_begin_capture(self._graph)
 
     def capture_end(self) -> None:
         library().sim_end_capture()
+        torch.cuda.set_rng_state(self._random_state)
         self._is_captured = True
 
     def replay(self) -> None:

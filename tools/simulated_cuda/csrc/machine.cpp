@@ -253,6 +253,7 @@ EventPtr Machine::record(int stream) {
   join(streams_[stream].clock, host_);
   tick(stream + 1);
   event->clock = streams_[stream].clock;
+  event->captured = graph_ != nullptr;
   event->stream = stream;
   event->position = streams_[stream].num_put + 1;
   put(stream, [event] { event->seconds = seconds(); });
@@ -262,6 +263,9 @@ EventPtr Machine::record(int stream) {
 void Machine::wait(int stream, const Event& event) {
   Lock lock(*this);
   if (event.stream < 0) return;
+  if (graph_ != nullptr && stream == graph_->stream && !event.captured) {
+    violation("a stream that is captured waits for an event that was recorded before the capture");
+  }
   join(streams_[stream].clock, event.clock);
   tick(stream + 1);
   put(stream, [this, of = event.stream, at = event.position] { force(of, at); });

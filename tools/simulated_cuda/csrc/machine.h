@@ -63,6 +63,7 @@ struct Event {
   int stream = -1;       // -1: never recorded
   uint64_t position = 0;  // of the record in the stream
   double seconds = 0.0;   // when it ran
+  bool captured = false;  // into a graph
 };
 using EventPtr = std::shared_ptr<Event>;
 

@@ -199,7 +199,8 @@ class CudaMover:
             self.in_flight.clear()
 
     def wait_device(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.up)
+        if self.stages:  # something was sent: a stream that is captured must not wait for another
+            torch.cuda.current_stream(self.device).wait_stream(self.up)
 
     @property
     def staging_bytes(self) -> int:
