@@ -53,7 +53,7 @@ ORDER = {
     ],
     "zengine": [
         *("_compat", "as_deepspeed", "imports", "trial_load", "step_report", "data", "config", "testing"),
-        *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build"),
+        *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build", "captured_step"),
         *(
             "deepspeed_getters",
             "deepspeed_engine",

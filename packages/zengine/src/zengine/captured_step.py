@@ -4,10 +4,10 @@ Problem.  A step of a small model launches thousands of kernels of a few microse
 them as fast as the device runs them.  A graph has one launch.  But it repeats exactly what was captured: the same
 kernels on the same memory, and the host decides nothing while it runs.
 
-Design.  `capture_step(engine, loss_function)` returns a function that trains on one batch and returns its report.  Its
-first `NUM_EAGER` calls are plain steps, which allocate everything and let ranks and kernels settle; the next one
-captures, and every later one replays.  So no step is lost to warm-up, and weights, states, schedule and reports are
-those of plain steps, bit for bit.  What the host decides in a plain step is decided in the graph:
+Design.  `capture_step(engine, loss_function)` returns a function that trains on one batch and returns its report.
+Its first `NUM_EAGER` calls are plain steps, which allocate memory and compile kernels; the next one captures and
+replays, every later one replays.  So no step is lost to warm-up, and weights, states, schedule and reports are those
+of plain steps, bit for bit.  What the host decides in a plain step is decided in the graph:
 
   - batches are copied into fixed memory; learning rates are read from device memory, which the call writes;
   - the divisor (loss scale, clipping) is computed on the device, and `found_inf` lets the optimizer's kernels skip;
@@ -41,9 +41,8 @@ from zengine.engine.clock import Boundary
 from zengine.engine.engine import Engine
 from zengine.engine.feature import Feature
 from zengine.engine.loss_weighting import check_loss, check_reached
-from zengine.engine.parts import ShardOptimizer
+from zengine.engine.parts import OptimizerSlot, ShardOptimizer
 from zengine.step_report import StepReport
-from zoptim.backends.gpu import SquaresJob
 
 __all__ = ["NUM_EAGER", "CapturedStep", "capture_step"]
 
@@ -58,8 +57,8 @@ def capture_step(engine: Engine, loss_function: Callable[..., Tensor]) -> Captur
         for x, y in loader:
             report = step(x, y)  # in the place of engine(x), engine.backward(loss) and engine.step()
 
-    loss_function: takes the tensors of a batch, which have the same shapes in every step, and returns the loss of this
-        batch.  It must not read values on the host, and draws and computes the same things in every step.
+    loss_function: takes the tensors of a batch, which have the same shapes in every step, and returns its loss.  It
+        must not read values on the host, nor decide anything there that may change.
 
     Raises:
         ValueError: a setting of the engine cannot be captured; the message says what to change.
@@ -144,8 +143,8 @@ class CapturedStep:
         gradients = partition.finish_gradients()
         if partition.num_unused():
             raise ValueError(
-                "capture_step(): some parameters have no gradient, and a plain step leaves them unchanged, which takes "
-                "a decision on the host: freeze them (requires_grad_(False)) before initialize(), or use them."
+                "capture_step(): some parameters have no gradient; a plain step decides on the host to leave them "
+                "unchanged: freeze them (requires_grad_(False)) before initialize(), or use them."
             )
         total = squares.of_gradients(gradients)
         none = torch.zeros(2, dtype=torch.float64, device=total.device)  # drift, unused; weight, weighted
@@ -249,7 +248,7 @@ class CapturedStep:
 class _Squares:
     """Sum of the squares of gradients, as `zoptim.sum_of_squares`, with tables that are made before the capture."""
 
-    job: SquaresJob
+    job: zoptim.SquaresJob
     sizes: list[int]
 
     @classmethod
@@ -261,7 +260,7 @@ class _Squares:
             )
             for each in partition.storages
         ]
-        return cls(SquaresJob(like), [each.numel() for each in like])
+        return cls(zoptim.SquaresJob(like), [each.numel() for each in like])
 
     def of_gradients(self, gradients: list[Tensor]) -> Tensor:
         """Return (1,) float64."""
@@ -278,23 +277,18 @@ def _stats(total: float, others: list[float]) -> zprecision.GradientStats:
 
 def _reason_against(engine: Engine) -> str:
     """Return what to change so that a step of `engine` can be captured; "" if it can be."""
-    parts, plan, partition = engine.parts, engine.plan, engine.parts.partition
-    optimizer = parts.optimizer.optimizer
-    features = [type(each).__name__ for each in engine._features if _acts_in_the_graph(each)]
-    reasons = {
-        f"it is on {parts.world.device}; CUDA graphs need a GPU": parts.world.device.type != "cuda",
+    return "; ".join(reason for reason, is_against in (_by_config(engine) | _by_parts(engine)).items() if is_against)
+
+
+def _by_config(engine: Engine) -> dict[str, bool]:
+    plan, clock = engine.plan, engine.clock
+    return {
         "stage 3 gathers weights when modules ask for them; set zero_optimization.stage to 0, 1 or 2": (
             plan.zero.shards_weights
         ),
         "states in host memory are updated by the host; remove offload_optimizer": plan.zero.offload.moves_states,
-        f"it has {parts.world.world_size} ranks; capture is for one rank until NCCL in graphs has run on hardware": (
-            parts.world.world_size > 1
-        ),
         "gradient_accumulation_steps must be 1; use larger batches": (
-            engine.clock.accumulation != 1 or engine.clock.boundary is not Boundary.COUNTED
-        ),
-        "the lengths of sparse gradients are read on the host; set sparse_gradients to false": any(
-            bucket.is_sparse for bucket in partition.layout.buckets
+            clock.accumulation != 1 or clock.boundary is not Boundary.COUNTED
         ),
         "activation checkpoints save random states on the host; remove activation_checkpointing.modules": bool(
             plan.activations.modules
@@ -302,25 +296,42 @@ def _reason_against(engine: Engine) -> str:
         "timers record events inside the step; turn off telemetry (wall_clock_breakdown, monitors, flops)": (
             plan.telemetry.is_wanted
         ),
+    }
+
+
+def _by_parts(engine: Engine) -> dict[str, bool]:
+    world, partition = engine.parts.world, engine.parts.partition
+    features = [type(each).__name__ for each in engine._features if _acts_in_the_graph(each)]
+    return {
+        f"it is on {world.device}; CUDA graphs need a GPU": world.device.type != "cuda",
+        f"it has {world.world_size} ranks; only one is supported until NCCL in graphs has run on hardware": (
+            world.world_size > 1
+        ),
+        "the lengths of sparse gradients are read on the host; set sparse_gradients to false": any(
+            bucket.is_sparse for bucket in partition.layout.buckets
+        ),
         f"features act inside the step on the host: {', '.join(features)}; turn them off": bool(features),
-        "the optimizer must be one of zoptim's with kernels on this GPU (Adam, AdamW, Lion, SGD, Adagrad), which skip "
-        "by a flag on the device": not _skips_on_the_device(optimizer, parts.optimizer),
+        "the optimizer must be one of zoptim's with kernels on this GPU (Adam, AdamW, Lion, SGD), which skip a step "
+        "by a flag on the device": not _skips_on_the_device(engine.parts.optimizer),
         "float64 parameters have no kernels; use float32, bf16 or fp16": any(
             each.dtype == torch.float64 for each in partition.params.values()
         ),
     }
-    return "; ".join(reason for reason, is_against in reasons.items() if is_against)
 
 
 def _acts_in_the_graph(feature: Feature) -> bool:
     return any(getattr(type(feature), hook) is not getattr(Feature, hook) for hook in _IN_THE_GRAPH)
 
 
-def _skips_on_the_device(optimizer: Any, slot: Any) -> bool:
+def _skips_on_the_device(slot: OptimizerSlot) -> bool:
+    optimizer = slot.optimizer
     if not (isinstance(slot, ShardOptimizer) and isinstance(optimizer, zoptim.FlatOptimizer)):
         return False
-    device = optimizer.param_groups[0]["params"][0].device
-    return optimizer.elementwise and zoptim.has_kernels(device) and not optimizer.param_groups[0].get("foreach")
+    groups = optimizer.param_groups
+    return optimizer.elementwise and all(
+        not group.get("foreach") and all(zoptim.has_kernels(each.device) for each in group["params"])
+        for group in groups
+    )
 
 
 def _described(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -54,9 +54,9 @@ def run_jobs(jobs: Iterable[Callable[[], T]], num_threads: int) -> list[T]:
 
 
 def _streams() -> list[torch.cuda.Stream]:
-    """Return the current streams of this thread, that of the current device last; without those that all threads have.
+    """Return the current streams of this thread, that of the current device last.
 
-    Setting the stream of another device would initialize that device.
+    Other devices count with streams of their own only: to set the default one would initialize the device.
     """
     if not torch.cuda.is_initialized():
         return []
