@@ -16,7 +16,7 @@ CACHE = SITE.parent.parent.parent / ".cache" / "simulated_cuda"
 
 # A few of each kind: continuous integration runs these.
 FIXED = (
-    "tests/simulated",
+    *(f"tests/simulated/test_{name}.py" for name in ("order", "device", "waits", "host_waits", "captured_step")),
     "packages/zpartition/tests/memory/test_mover.py",
     "packages/zpartition/tests/activations",
     "packages/zoptim/tests/backends/gpu/test_launch_device.py",
@@ -25,6 +25,7 @@ FIXED = (
 # What `tools/dev.py test --device simulated` runs if no path is given.
 SELECTION = (
     *FIXED,
+    "tests/simulated",
     "tests/contract/test_table.py::test_every_row_keeps_the_contract[1-float32]",
     "packages/zpartition/tests/memory",
     "packages/zpartition/tests/offload",
