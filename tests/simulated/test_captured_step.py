@@ -154,6 +154,16 @@ def test_plain_steps_and_replays_alternate() -> None:
         assert all(each.master.equal(other) for each, other in zip(engine.parts.partition.storages, found))
 
 
+def test_steps_that_are_skipped_at_the_beginning_do_not_count() -> None:
+    scale = {"enabled": True, "initial_scale_power": 40, "loss_scale_window": 1000, "hysteresis": 1}
+    with contextlib.closing(make_engine(1, "fp16", fp16=scale)) as engine:
+        step = zengine.capture_step(engine, lambda values: engine(values).float().square().mean())
+        reports = [step(values) for values, _ in batches("fp16", 50)]
+    applied = [report.applied for report in reports]
+    assert not any(applied[: NUM_EAGER + 1])
+    assert sum(applied) > NUM_EAGER + 1
+
+
 def test_what_the_graph_contains_must_stay() -> None:
     with contextlib.closing(make_engine(1, "bf16")) as engine:
         step, more = capture(engine)

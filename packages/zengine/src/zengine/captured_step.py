@@ -5,7 +5,7 @@ them as fast as the device runs them.  A graph has one launch.  But it repeats e
 kernels on the same memory, and the host decides nothing while it runs.
 
 Design.  `capture_step(engine, loss_function)` returns a function that trains on one batch and returns its report.
-Its first `NUM_EAGER` calls are plain steps, which allocate memory and compile kernels; the next one captures and
+Its first `NUM_EAGER` updates are plain steps, which allocate memory and compile kernels; the next call captures and
 replays, every later one replays.  So no step is lost to warm-up, and weights, states, schedule and reports are those
 of plain steps, bit for bit.  What the host decides in a plain step is decided in the graph:
 
@@ -46,7 +46,7 @@ from zengine.step_report import StepReport
 
 __all__ = ["NUM_EAGER", "CapturedStep", "capture_step"]
 
-NUM_EAGER = 3  # plain steps before the capture
+NUM_EAGER = 3  # plain steps with an update before the capture
 _IN_THE_GRAPH = ("forward_begin", "forward_end", "backward_begin", "backward_end", "step_begin", "gradients_ready")
 
 
@@ -84,7 +84,7 @@ class CapturedStep:
     numbers: Tensor | None = None  # (8,) float64: what the host reads, see `_record`
     captured: tuple[Any, ...] = ()  # addresses and options at the capture
     held: tuple[Any, ...] = ()  # other memory of the graph, which nobody else may hold: tables, buffers of gradients
-    num_eager: int = 0  # plain steps so far
+    num_eager: int = 0  # plain steps so far, without skipped ones
 
     def __call__(self, *batch: Tensor) -> StepReport:
         """Train on a batch, tensors on any device; return the report.
@@ -94,9 +94,11 @@ class CapturedStep:
                 has changed since.
             LossScaleExhausted: as `engine.step`.
         """
+        self.engine.clock.require_open("capture_step()")
         if self.num_eager < NUM_EAGER:
-            self.num_eager += 1
-            return self._step_eagerly(batch)
+            report = self._step_eagerly(batch)
+            self.num_eager += report.applied  # a step that was skipped has made no states
+            return report
         if self.graph is None:
             self._capture(batch)
         self._load(batch)
@@ -233,8 +235,9 @@ class CapturedStep:
     def _addresses(self) -> list[int]:
         """Return the addresses of the weights, of everything that the optimizer writes, and of the loss scale."""
         partition, scale = self.engine.parts.partition, self.engine.parts.scaler.factor
+        weights = [each.flat for each in partition.whole]
         states = [value for state in self._optimizer.state.values() for value in state.values()]
-        tensors: Iterable[Any] = (*(each.master for each in partition.storages), *states, scale)
+        tensors: Iterable[Any] = (*(each.master for each in partition.storages), *weights, *states, scale)
         return [each.data_ptr() for each in tensors if isinstance(each, Tensor)]
 
     def _options(self) -> list[Mapping[str, Any]]:

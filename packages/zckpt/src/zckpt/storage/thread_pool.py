@@ -58,7 +58,7 @@ def _streams() -> list[torch.cuda.Stream]:
 
     Other devices count with streams of their own only: to set the default one would initialize the device.
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     here = torch.cuda.current_device()
     others = (number for number in range(torch.cuda.device_count()) if number != here)
