@@ -204,6 +204,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             "experts.MoE",
         },
     },
+    # a step in a CUDA graph: what the host decides is computed on the device
+    "captured_step.py": {
+        "zprecision": {"GradientStats", "clip_divisor"},
+        "zoptim": {"FlatOptimizer", "SquaresJob", "has_kernels"},
+    },
     # activation checkpoints, from the config
     "build/activation_checkpointing.py": {
         "zcomm": {"all_gather_object"},

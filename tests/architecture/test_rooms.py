@@ -54,7 +54,17 @@ ORDER = {
     ],
     "zengine": [
         *("_compat", "as_deepspeed", "imports", "trial_load", "step_report", "data", "config", "testing"),
-        *("telemetry", "engine", "checkpoint", "flops", "features", "reporting", "build", "inference"),
+        *(
+            "telemetry",
+            "engine",
+            "checkpoint",
+            "flops",
+            "features",
+            "reporting",
+            "build",
+            "captured_step",
+            "inference",
+        ),
         *(
             "deepspeed_getters",
             "deepspeed_engine",

@@ -22,7 +22,7 @@ def test_the_fixed_part_passes_on_the_simulated_device() -> None:
     reason = reason_without_build()
     if reason is not None:
         pytest.skip(f"no simulated CUDA device: {reason}")
-    command = [sys.executable, "tools/dev.py", "--here", "test", "--device", "simulated", "-q", "-n", "0", *FIXED]
+    command = [sys.executable, "tools/dev.py", "--here", "test", "--device", "simulated", "-q", "-n", "2", *FIXED]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

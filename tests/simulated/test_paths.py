@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
+import zckpt
 import zcomm
 import zengine
 import zengine.config
 import zengine.planning.measured as measured
 import zoptim
+import zprecision
 import zprecision.policy
 from simulated_cuda.library import host_waits
 from simulated_cuda.torch_cuda import CAPABILITY, NAME, TOTAL_MEMORY
@@ -22,6 +25,7 @@ from zengine.commands.config import facts_of
 from zengine.commands.env import _gpus, problems
 from zengine.commands.plan import _room
 from zengine.flops.profiler import _timing
+from zengine.planning.explanation import explain
 from zengine.telemetry.instants import DeviceInstants
 from zengine.telemetry.telemetry import _make_stopwatch
 from zoptim.rules.muon import compute_format
@@ -173,3 +177,45 @@ def test_sequence_ranks_draw_their_own_numbers_on_both_devices() -> None:
         stack.enter_context(rank_random_state(ModelParallelGroup(None), DEVICE))
         assert not torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_gradients_are_read_by_torch_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoptim.backends.stats.backends.reason_without_kernels", lambda device: "no CuPy")
+    assert zoptim.grad_stats([torch.full((9,), 2.0, device=DEVICE)]).norm.item() == 6
+    stats = zprecision.inspect([torch.full((4096,), 2.0, device=DEVICE, dtype=torch.bfloat16)])
+    assert stats.norm.item() == pytest.approx(128, rel=1e-7)
+
+
+def test_a_plan_for_this_device_says_so_and_another_devices_plan_too(tmp_path: Path) -> None:
+    config = zengine.config.load({"train_batch_size": 1, "profiler": {"enabled": True, "memory_snapshot": True}})
+    facts = facts_of(config, 1, "cuda")
+    plan = zengine.config.resolve(config, facts)
+    assert not any("memory_snapshot" in notice for notice in plan.notices)
+    assert "(GPU)" in explain(config, plan, facts, torch.nn.Linear(2, 2), "a model").text()
+
+
+def test_a_plan_for_a_device_that_is_not_here_expects_fast_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert facts_of(zengine.config.load({"train_batch_size": 1}), 1, "cuda").bf16_is_faster
+
+
+def test_the_profiler_traces_a_window_on_the_device(tmp_path: Path) -> None:
+    window = {"enabled": True, "start_step": 1, "steps": 1, "folder": str(tmp_path), "memory_snapshot": True}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "profiler": window}
+    with contextlib.closing(zengine.initialize(model=torch.nn.Linear(32, 8), config=config)[0]) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(4, 32, device=DEVICE)).square().mean())
+            engine.step()
+    assert [path for path in tmp_path.iterdir() if "trace" in path.name]
+    zcomm.init().close()
+
+
+def test_the_threads_of_a_checkpoint_work_on_the_callers_stream(tmp_path: Path) -> None:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        values = {name: torch.full((3_000_000,), 1.0, device=DEVICE).mul_(index) for index, name in enumerate("abc")}
+        zckpt.save(tmp_path, "saved", tensors=values)
+        live = {name: torch.zeros_like(value) for name, value in values.items()}
+        zckpt.load(tmp_path, tensors=live)
+        assert all(live[name].equal(values[name]) for name in values)

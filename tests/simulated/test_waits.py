@@ -7,85 +7,29 @@ that it orders nothing.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import itertools
+from collections.abc import Iterator
 
 import pytest
-import torch
+from stream_scenarios import ALONE, BY_TRAINING, ON_RANKS, WORLD_SIZE, faults, scenarios_of
 
 import zcomm
-import zengine
-from simulated_cuda.library import library, set_schedule, take_violations
-from simulated_cuda.mutants import MODULES, Mutant, applied, find_mutants
-from zckpt.saving.background import HostMemory
-from zengine.data.loaders.fetch import make_prefetcher
-from zpartition.disk.store import DiskStore
-from zpartition.layout.policy import Offload, Speculation, Tier
-from zpartition.memory.mover import CudaMover
-from zpartition.memory.placement import DiskParams, HostParams, StagingBuffers
-
-DEVICE = torch.device("cuda", 0)
-CONTRACT = Path(__file__).parents[1] / "contract"
+from simulated_cuda.mutants import Mutant, find_mutants, find_unused
+from zcomm.testing import run_ranks
 
 # Mutants that violate no order, and why.
 PROVED = {
     "mover.CudaMover._begin_down: self.in_flight.popleft()[0].synchronize()": "bounds the memory of temporaries; the "
     "streams order the copies (test_mover.py counts the temporaries)",
     "mover.CudaMover._end_down: self.down.record_event()": "is what the line above waits for",
+    "handles._Continuation.wait_for: self.handle.wait_for(seconds)": "bounds the time of the wait that follows",
+    "handles._Continuation.wait_for: self.handle.wait_for(until_s - time.monotonic())": "the caller calls wait()",
+    "reducer.GradientReducer._may_wait: self.flights[0].handle.wait_for(self.patience_s)": "the caller calls wait()",
+    "instants.DeviceInstants.synchronize: self.last.pop().synchronize()": "one wait in the place of many: each "
+    "interval waits for its own event",
+    "spans.Stopwatch.micro_ms: self._device.synchronize()": "the same",
+    "spans.Stopwatch.total_ms: self._device.synchronize()": "the same",
 }
-
-
-def move() -> None:
-    """Fetch, add and send through a mover as reduction and publication do."""
-    mover = CudaMover.create(DEVICE, pin=True)
-    host = mover.empty(4096, torch.float32)
-    bucket = torch.ones(4096, device=DEVICE, dtype=torch.bfloat16)
-    mover.fetch(host, bucket, 0.5)
-    for _ in range(6):
-        bucket.fill_(2)
-        mover.add(host, bucket, 0.5)
-    mover.wait_for(mover.ready())
-    host.sum()
-    mover.fetch(host, bucket, 1.0)
-    mover.wait_host()
-    host.mul_(2)
-    targets = [torch.zeros(4096, device=DEVICE) for _ in range(4)]
-    for value, target in enumerate(targets):
-        mover.send(target, host.fill_(value))
-    mover.wait_device()
-    sum(target.sum() for target in targets)
-    torch.cuda.synchronize()
-
-
-def load_batches() -> None:
-    """Read batches ahead from pinned memory, use each, and drop it."""
-    batches = ({"tokens": torch.arange(64).pin_memory()} for _ in range(5))
-    for batch in make_prefetcher(DEVICE, num_ahead=2, num_workers=1)(batches):
-        batch["tokens"].float().sum()
-        del batch
-        torch.empty(8, device=DEVICE)
-    torch.cuda.synchronize()
-
-
-class Shard:
-    """A shard of one tensor."""
-
-    global_shape, box, span = (64,), ((0, 64),), (0, 64)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.name, self.tensor = "weight", tensor
-
-
-def copy_for_a_background_save() -> None:
-    """Copy to pinned memory as a background save does; its thread reads the copy, and training goes on."""
-    weight = torch.ones(64, device=DEVICE)
-    (copy,) = HostMemory().copy_shards([Shard(weight)])  # type: ignore[list-item]
-    copy.tensor.numpy().sum()
-    weight.add_(1)
-    torch.cuda.synchronize()
 
 
 @pytest.fixture(scope="module")
@@ -94,126 +38,32 @@ def world() -> Iterator[None]:
         yield
 
 
-def page_weights() -> None:
-    """Load weights from the host and from files, use them, drop them, and load them again."""
-    mover = CudaMover.create(DEVICE, pin=True)
-    span = torch.arange(64.0, device=DEVICE)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(DiskStore.create(Path(folder) / "store")) as store,
-    ):
-        on_disk = DiskParams.of(span, mover, store, StagingBuffers(1000))
-        store.commit()
-        for placement in (HostParams.of(span, mover), on_disk):
-            for _ in range(3):
-                placement.prefetch()
-                placement.load().sum()
-                placement.unload()
-                torch.empty(8, device=DEVICE)
-    torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def training(offload: Offload) -> Iterator[tuple[zengine.Engine, Callable[[], object]]]:
-    """Yield an engine of the contract table with `offload`, and its next forward and backward."""
-    if str(CONTRACT) not in sys.path:
-        sys.path.insert(0, str(CONTRACT))
-    run = importlib.import_module("contract_table.run")
-    rows = importlib.import_module("contract_table.rows")
-    scenarios = importlib.import_module("contract_table.scenarios")
-    scenario = scenarios.SCENARIOS["plain"]
-    row = rows.Row("offloaded", {"stage": 2}, offload=offload)
-    with run._offloading(offload):
-        config = run._config(run.Case(row, "plain", torch.float32, 1), scenario)
-        engine, *_ = zengine.initialize(model=scenario.model(), config=config)
-    tokens = scenarios.batches(1, 1)[0, 0, 0].to(DEVICE)
-
-    def losses() -> None:
-        for loss, again in scenario.losses(engine, tokens, 0):
-            engine.backward(loss, retain_graph=again)
-
-    yield engine, losses
-    engine.close()
-    torch.cuda.synchronize()
-
-
-def train_with_states_on_the_host() -> None:
-    with training(Offload(states=Tier.HOST, ratio=0.6, step_numel=1300)) as (engine, losses):
-        for _ in range(3):
-            losses()
-            engine.step()
-
-
-def train_ahead() -> None:
-    """Step buckets in a thread during backward."""
-    offload = Offload(states=Tier.HOST, speculation=Speculation.LAST_BACKWARD)
-    with training(offload) as (engine, losses):
-        for _ in range(3):
-            losses()
-            engine.step()
-
-
-def publish() -> None:
-    """Publish masters outside a step, then run the module."""
-    with training(Offload(states=Tier.HOST)) as (engine, losses):
-        engine.parts.partition.publish()
-        losses()
-
-
-def fail_in_an_update() -> None:
-    """Run the module after an update that failed when some buckets were sent already."""
-    with training(Offload(states=Tier.HOST, step_numel=1300)) as (engine, losses):
-        losses()
-        engine.parts.partition.finish_gradients()
-        steps = iter([True])
-        with pytest.raises(StopIteration):
-            engine.parts.partition.apply(lambda: next(steps))
-        with torch.no_grad():
-            next(engine.module.parameters()).sum()
-            sum(parameter.sum() for parameter in engine.module.parameters())
-
-
-BY_TRAINING = (train_with_states_on_the_host, train_ahead, publish, fail_in_an_update)
-# By the module of the mutants; by default BY_TRAINING.
-SCENARIOS: dict[str, tuple[Callable[[], None], ...]] = {
-    "zpartition.memory.mover": (move,),
-    "zpartition.memory.placement": (page_weights,),
-    "zckpt.saving.background": (copy_for_a_background_save,),
-    "zengine.data.loaders.fetch": (load_batches,),
-}
-ALL_SCENARIOS = (move, page_weights, load_batches, copy_for_a_background_save, *BY_TRAINING)
-
-
-def faults(scenarios: tuple[Callable[[], None], ...]) -> str:
-    """Return the violations of the scenarios; the checker needs one schedule."""
-    found: list[str] = []
-    set_schedule("early")
-    for scenario in scenarios:
-        library().sim_set_stream(0)
-        library().sim_reset_order()
-        take_violations()
-        try:
-            scenario()
-        except RuntimeError as error:  # a violation; also kept for take_violations
-            if "simulated CUDA" not in str(error):
-                raise
-        found += take_violations()
-        if found:
-            break
-    library().sim_reset_order()
-    return "\n".join(found)
+def faults_of(mutant: Mutant) -> str:
+    """Return the faults of the scenarios without a wait, of all ranks."""
+    is_on_ranks, scenarios = scenarios_of(mutant)
+    if not is_on_ranks:
+        return faults(scenarios, mutant)
+    try:
+        return "\n".join(filter(None, run_ranks(faults, WORLD_SIZE, scenarios, mutant, timeout_s=10)))
+    except Exception as error:
+        return str(error)
 
 
 @pytest.mark.usefixtures("world")
 def test_the_scenarios_are_in_order() -> None:
-    assert faults(ALL_SCENARIOS) == ""
+    alone = dict.fromkeys((*itertools.chain(*ALONE.values()), *BY_TRAINING))
+    assert faults(tuple(alone)) == ""
+
+
+def test_the_scenarios_of_two_ranks_are_in_order() -> None:
+    scenarios = tuple(dict.fromkeys(itertools.chain(*ON_RANKS.values())))
+    assert run_ranks(faults, WORLD_SIZE, scenarios, timeout_s=120) == ["", ""]
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("mutant", find_mutants(), ids=str)
 def test_without_a_wait_a_scenario_is_out_of_order(mutant: Mutant) -> None:
-    with applied(mutant):
-        found = faults(SCENARIOS.get(mutant.module, BY_TRAINING))
+    found = faults_of(mutant)
     if str(mutant) in PROVED:
         assert found == "", f"{mutant} is needed: take it out of PROVED"
         return
@@ -222,6 +72,6 @@ def test_without_a_wait_a_scenario_is_out_of_order(mutant: Mutant) -> None:
     )
 
 
-def test_every_proof_is_of_a_mutant() -> None:
+def test_every_proof_is_of_a_mutant_and_every_exception_of_a_call() -> None:
     assert set(PROVED) <= {str(each) for each in find_mutants()}
-    assert set(SCENARIOS) <= set(MODULES)
+    assert find_unused() == set()

@@ -1,7 +1,9 @@
 """Branches on the device's type: which there are, and which test takes each of them on the simulated device.
 
-A site is an expression of the sources that asks for the type of a device.  On the device, sites of the packages note
-at import which test evaluates them and with what result (`watched`); `tests/simulated/branches.txt` is the list.
+A site is an expression of the sources that asks for the type of a device.  An attribute called `device`, or a call,
+that is compared with a word is none: it is an entry of the config (`offload_param.device == "cpu"`).  On the device,
+sites of the packages note at import which test evaluates them and with what result (`watched`);
+`tests/simulated/branches.txt` is the list.
 
     SIMULATED_CUDA_BRANCHES=FILE tools/dev.py test --device simulated ...   appends what is taken to FILE
     python -m simulated_cuda.branches FILE                                  writes the list from it
@@ -117,7 +119,8 @@ class _Finder(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         constants = [each.value for each in node.comparators if isinstance(each, ast.Constant)]
-        asks = bool(constants) and constants[0] in TYPES
+        is_entry = isinstance(node.left, ast.Call) or getattr(node.left, "attr", "") == "device"
+        asks = bool(constants) and constants[0] in TYPES and not is_entry
         return self._site(node) if asks else self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:

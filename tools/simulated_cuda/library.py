@@ -28,6 +28,7 @@ _TYPES: dict[str, tuple[Any, list[Any]]] = {
     "sim_set_stream": (None, [ctypes.c_int64]),
     "sim_schedule": (None, [ctypes.c_char_p]),
     "sim_checks": (None, [ctypes.c_bool]),
+    "sim_raises": (None, [ctypes.c_bool]),
     "sim_is_capturing": (ctypes.c_bool, []),
     "sim_new_graph": (ctypes.c_void_p, []),
     "sim_begin_capture": (None, [ctypes.c_void_p]),

@@ -1,7 +1,11 @@
 """Mutants without one wait: every call that orders streams, found in the syntax tree, is taken out by itself.
 
+All modules of the packages are searched, so a wait that is added is a mutant by itself.  Many calls of these names
+wait for threads, files or Gloo and order no stream; they are in `ELSEWHERE`, each with its reason.
+
 A call of a method in `WAITS` becomes its receiver (so that a `popleft()` in it still happens); one in `MARKS` becomes
-an event that was never recorded, for which nothing waits; one of a function in `FUNCTIONS` becomes None.
+an event that was never recorded, for which nothing waits; one of a function in `FUNCTIONS` becomes None.  A `wait()`
+whose result is used stays: without it the next line fails.
 
 A mutant replaces the code of one function of a module that is already imported, so it costs no import.
 """
@@ -10,38 +14,49 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-__all__ = ["MODULES", "Mutant", "applied", "find_mutants"]
+__all__ = ["ELSEWHERE", "Mutant", "applied", "find_mutants", "find_unused"]
 
-WAITS = frozenset(
-    {"wait_stream", "wait_event", "wait_for", "wait_host", "wait_device", "record_stream", "synchronize"}
-)
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+WAITS = frozenset({"record", "record_stream", "synchronize", "wait", "wait_device", "wait_event", "wait_for"})
+WAITS |= {"wait_host", "wait_stream"}
 MARKS = frozenset({"record_event", "ready"})
-FUNCTIONS = frozenset({"_synchronize"})
+FUNCTIONS = frozenset({"_await", "_synchronize", "_wait"})
 
-# Where streams and the host meet; `tests/simulated/test_waits.py` has scenarios for each.
-MODULES = (
-    "zpartition.memory.mover",
-    "zpartition.memory.placement",
-    "zpartition.memory.buffers",
-    "zpartition.offload.manager",
-    "zpartition.offload.offload_states",
-    "zpartition.gradients.speculate",
-    "zpartition.partition",
-    "zpartition.activations.stores",
-    "zpartition.activations.streams",
-    "zckpt.saving.background",
-    "zckpt.loading.copy",
-    "zengine.data.loaders.fetch",
-)
+# Calls of these names that order no stream: the beginning of a module, or of "module: call".
+ELSEWHERE = {
+    "zcomm.compat: ": "Gloo's own links, between hosts",
+    "zcomm.collectives.handles: observer().record(": "notes a collective for the report of a hang",
+    "zcomm.collectives.shared_tensors: step.wait()": "memory that processes share",
+    "zcomm.gloo: ": "Gloo, between hosts",
+    "zcomm.shared.": "memory that processes share, and threads",
+    "zckpt.saving.background: may_run.wait()": "lets a thread begin",
+    "zckpt.saving.background: self.wait()": "joins a thread; its copies are over",
+    "zckpt.testing.": "threads of a test",
+    "zengine.checkpoint.": "joins the thread of a background save; its copies are over",
+    "zengine.deepspeed.": "interfaces that do what their caller asks",
+    "zengine.engine.engine: self.parts.checkpoints.wait()": "joins the thread of a background save",
+    "zpartition.deferred.init: self.recorded.record(": "a log of calls",
+    "zpartition.disk.": "reads and writes of files, whose memory is the host's",
+    "zpartition.memory.placement: transfer.wait()": "a file",
+    "zpartition.memory.placement: self.reading[1].wait()": "a file",
+    "zpartition.memory.placement: self.writing.wait()": "a file",
+    "zpartition.offload.disk_": "files",
+    "zpartition.offload.offload_states: ": "files",
+    "zpartition.partition: self.unfreeze_sync.wait()": "Gloo, between hosts",
+    "zpartition.tensor.tracing: self.record(": "a log of calls",
+    "zpartition.unfreeze: ": "Gloo, between hosts",
+}
 
 
 @attrs.frozen
@@ -58,21 +73,38 @@ class Mutant:
         return f"{self.module.rpartition('.')[2]}.{self.function}: {self.call}"
 
 
-def find_mutants(modules: Sequence[str] = MODULES) -> list[Mutant]:
-    """Return the mutants of the modules, in the order of the text."""
+def find_mutants() -> list[Mutant]:
+    """Return the mutants of all packages, in the order of the modules and their text."""
+    return [call for call in _find_calls() if not any(_text(call).startswith(each) for each in ELSEWHERE)]
+
+
+def find_unused() -> set[str]:
+    """Return the beginnings in `ELSEWHERE` that no call has."""
+    calls = [_text(call) for call in _find_calls()]
+    return {each for each in ELSEWHERE if not any(call.startswith(each) for call in calls)}
+
+
+@functools.cache
+def _find_calls() -> list[Mutant]:
     found: list[Mutant] = []
-    for module in modules:
-        _visit(_tree(module), module, (), found)
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        text = path.read_text()
+        if any(f"{name}(" in text for name in (*WAITS, *MARKS, *FUNCTIONS)):
+            module = ".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :])
+            _visit(ast.parse(text), module, (), found)
     return found
+
+
+def _text(call: Mutant) -> str:
+    return f"{call.module}: {call.call}"
 
 
 @contextlib.contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
     """Run the body with the mutated function."""
-    tree = _Removal(mutant).visit(_tree(mutant.module))
-    path = _path(mutant.module)
-    code = _code_of(compile(ast.fix_missing_locations(tree), str(path), "exec"), mutant.function.split("."))
-    function = _function(mutant)
+    tree = ast.fix_missing_locations(_Removal(mutant).visit(_tree(mutant.module)))
+    function, names = _function(mutant)
+    code = _code_of(compile(tree, str(_path(mutant.module)), "exec"), names)
     before = function.__code__
     assert code.co_freevars == before.co_freevars, mutant
     function.__code__ = code
@@ -95,9 +127,14 @@ def _visit(node: ast.AST, module: str, names: tuple[str, ...], found: list[Mutan
         inside = names
         if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
             inside = (*names, child.name)
-        elif isinstance(child, ast.Call) and _kind(child):
+        elif isinstance(child, ast.Call) and _kind(child) and not _returns_message(node, child):
             found.append(Mutant(module, ".".join(names), ast.unparse(child), child.lineno, child.col_offset))
         _visit(child, module, inside, found)
+
+
+def _returns_message(parent: ast.AST, call: ast.Call) -> bool:
+    is_used = not isinstance(parent, ast.Expr)
+    return is_used and isinstance(call.func, ast.Attribute) and call.func.attr == "wait"
 
 
 def _kind(call: ast.Call) -> str:
@@ -133,15 +170,19 @@ def _code_of(code: types.CodeType, names: list[str]) -> types.CodeType:
     return code
 
 
-def _function(mutant: Mutant) -> types.FunctionType:
-    """Return the function object, below decorators."""
+def _function(mutant: Mutant) -> tuple[types.FunctionType, list[str]]:
+    """Return the function object below decorators, and its names; the outer one of nested functions."""
     found: Any = importlib.import_module(mutant.module)
+    names: list[str] = []
     for name in mutant.function.split("."):
+        names.append(name)
         found = inspect.getattr_static(found, name)
         if isinstance(found, property):
             found = found.fget
         elif isinstance(found, (classmethod, staticmethod)):
             found = found.__func__
-    found = inspect.unwrap(found)
+        found = inspect.unwrap(found)
+        if isinstance(found, types.FunctionType):
+            break
     assert isinstance(found, types.FunctionType), mutant
-    return found
+    return found, names

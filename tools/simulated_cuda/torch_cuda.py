@@ -61,6 +61,8 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """torch.cuda.Event."""
 
+    _timer: torch.Event | None  # recorded with this event; None without timing
+
     def __new__(
         cls,
         enable_timing: bool = False,
@@ -70,10 +72,20 @@ class Event(torch.Event):
     ) -> Event:
         made = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
         assert isinstance(made, Event)
+        # torch.Event.elapsed_time takes no subclass
+        made._timer = torch.Event(device="cuda", enable_timing=True) if enable_timing else None
         return made
 
     def record(self, stream: Any = None) -> None:
-        super().record(torch.cuda.current_stream() if stream is None else stream)
+        stream = torch.cuda.current_stream() if stream is None else stream
+        if self._timer is not None:
+            self._timer.record(stream)
+        super().record(stream)
+
+    def elapsed_time(self, end_event: Any) -> float:
+        if self._timer is None or end_event._timer is None:
+            raise RuntimeError("simulated CUDA: elapsed_time of an event without enable_timing=True")
+        return self._timer.elapsed_time(end_event._timer)
 
     def wait(self, stream: Any = None) -> None:
         super().wait(torch.cuda.current_stream() if stream is None else stream)
@@ -89,10 +101,12 @@ class CUDAGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
         if torch.cuda.current_stream().stream_id == 0:
             raise RuntimeError("simulated CUDA: the default stream cannot be captured; use torch.cuda.graph")
+        self._random_state = torch.cuda.get_rng_state()  # a capture draws nothing; every replay draws anew
         library().sim_begin_capture(self._graph)
 
     def capture_end(self) -> None:
         library().sim_end_capture()
+        torch.cuda.set_rng_state(self._random_state)
         self._is_captured = True
 
     def replay(self) -> None:

@@ -249,6 +249,7 @@ void sim_replay(void* graph) {
 void sim_synchronize() { Machine::get().wait_host_for_all(); }
 void sim_reset_order() { Machine::get().reset_order(); }
 void sim_schedule(const char* name) { Machine::get().schedule(name); }
+void sim_raises(bool wanted) { Machine::get().raises = wanted; }
 void sim_checks(bool wanted) { Machine::get().checks = wanted; }
 void sim_empty_cache() { Machine::get().empty_cache(); }
 bool sim_is_capturing() { return Machine::get().is_capturing(); }

@@ -112,7 +112,7 @@ void Machine::violation(const std::string& text) {
 
 void Machine::check_raised() {
   Lock lock(*this);
-  if (num_raised_ == violations_.size()) return;
+  if (!raises || num_raised_ == violations_.size()) return;
   std::string text;
   for (; num_raised_ < violations_.size(); ++num_raised_) text += (text.empty() ? "" : "\n") + violations_[num_raised_];
   throw std::runtime_error(text);
@@ -253,6 +253,7 @@ EventPtr Machine::record(int stream) {
   join(streams_[stream].clock, host_);
   tick(stream + 1);
   event->clock = streams_[stream].clock;
+  event->captured = graph_ != nullptr;
   event->stream = stream;
   event->position = streams_[stream].num_put + 1;
   put(stream, [event] { event->seconds = seconds(); });
@@ -262,6 +263,9 @@ EventPtr Machine::record(int stream) {
 void Machine::wait(int stream, const Event& event) {
   Lock lock(*this);
   if (event.stream < 0) return;
+  if (graph_ != nullptr && stream == graph_->stream && !event.captured) {
+    violation("a stream that is captured waits for an event that was recorded before the capture");
+  }
   join(streams_[stream].clock, event.clock);
   tick(stream + 1);
   put(stream, [this, of = event.stream, at = event.position] { force(of, at); });

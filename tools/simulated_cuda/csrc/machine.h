@@ -63,6 +63,7 @@ struct Event {
   int stream = -1;       // -1: never recorded
   uint64_t position = 0;  // of the record in the stream
   double seconds = 0.0;   // when it ran
+  bool captured = false;  // into a graph
 };
 using EventPtr = std::shared_ptr<Event>;
 
@@ -136,10 +137,11 @@ class Machine {
   void schedule(const std::string& name);
   std::string take_violations();
   void reset_order();  // runs everything and forgets all accesses
-  void check_raised();  // throws the violations that nobody has seen yet
+  void check_raised();  // throws the violations that nobody has seen yet, if it `raises`
   Stats stats;
   std::map<std::string, int64_t> waits;  // of the host, by what waited
   bool checks = true;
+  bool raises = true;
   void (*before_host_waits_for_all)() = nullptr;  // of the collectives, whose work is done elsewhere
 
  private:

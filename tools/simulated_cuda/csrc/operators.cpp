@@ -234,6 +234,12 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack, bool dr
   op.callBoxed(stack);
 }
 
+void copy_bytes(const at::Tensor& target, const at::Tensor& source) {
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  target.copy_(source);
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Facts& facts = cached_facts(op);
   Call call{op, facts};
@@ -263,9 +269,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } else if (machine.is_capturing()) {
     // Runs now for its shapes, and at every replay into the same results.
     auto kept = std::make_shared<std::vector<c10::IValue>>();
-    work.run = [arguments, kept, draws, handle = c10::OperatorHandle(op)] {
+    auto moved = std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
+    work.run = [arguments, kept, moved, draws, handle = c10::OperatorHandle(op)] {
       torch::jit::Stack copy(*arguments);
       run_kernel(handle, copy, draws);
+      for (auto& [to, from] : *moved) copy_bytes(to, from);
       if (kept->empty()) {
         *kept = std::vector<c10::IValue>(copy.begin(), copy.end());
         return;
@@ -276,6 +284,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     };
     machine.launch_now(current_stream, std::move(work));
+    for (auto& [target, alias] : call.written) {  // outputs that the kernel has resized are elsewhere
+      if (alias.sizes() == target.sizes() && alias.data_ptr() == target.data_ptr()) continue;
+      if (alias.sizes() != target.sizes()) target.resize_(alias.sizes());
+      moved->emplace_back(alias_of(target), alias);
+    }
     for (size_t at = 0; at < results.size(); ++at) {
       if (facts.returned[at] >= 0) continue;
       results[at] = to_device_value((*kept)[at]);
@@ -364,12 +377,6 @@ int64_t math_attention(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
   return 0;  // composed from matmul and softmax
-}
-
-void copy_bytes(const at::Tensor& target, const at::Tensor& source) {
-  Quiet quiet;
-  at::AutoDispatchBelowADInplaceOrView below;
-  target.copy_(source);
 }
 
 // A copy between device and host passes through memory of the same dtype and layout, as torch does it.

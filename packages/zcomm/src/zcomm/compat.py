@@ -183,10 +183,15 @@ def close_group(group: Any, rank: int) -> None:
 
     Closes Gloo's connections, which the other ranks notice; aborts the work in a GPU's queue.
     """
-    backend, size = backend_of(group), dist.get_world_size(group)
-    if "gloo" in backend and size > 1:
+    size = dist.get_world_size(group)
+    if "gloo" in backend_of(group) and size > 1:
         break_link(group, (rank + 1) % size)
-    if "nccl" in backend and hasattr(group, "abort"):
+    abort_queue(group)
+
+
+def abort_queue(group: Any) -> None:
+    """Abort what `group` has under way in a GPU's queue, where it has NCCL."""
+    if "nccl" in backend_of(group) and hasattr(group, "abort"):
         with contextlib.suppress(RuntimeError):
             group.abort()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zcomm
+from zcomm import compat
 from zcomm.testing import run_ranks
 
 REASON = "rank 1 cannot go on: it has no data"
@@ -99,3 +100,25 @@ def test_alone_an_abort_does_nothing() -> None:
     zcomm.close_on_failure(None)
     assert zcomm.failure() == ""
     assert zcomm.diagnose_failure() == "the other ranks could not be asked"
+
+
+def aborts_what_gpus_have_in_their_queues() -> list[str]:
+    """Return the names of the groups whose queues are aborted, as if NCCL carried them."""
+    own, unused = (dist.new_group(backend="gloo") for _ in range(2))
+    names = {id(dist.group.WORLD): "world", id(own): "own", id(unused): "unused"}
+    zcomm.all_reduce(torch.ones(1))
+    zcomm.all_reduce(torch.ones(1), own)
+    aborted = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "backend_of", lambda group: "nccl")
+        patch.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(names[id(group)]))
+        if dist.get_rank() == 1:
+            zcomm.abort(REASON)
+        end_s = time.monotonic() + 20
+        while len(aborted) < 2 and time.monotonic() < end_s:
+            time.sleep(0.02)
+    return sorted(aborted)
+
+
+def test_an_abort_ends_what_every_group_has_in_a_gpus_queue() -> None:
+    assert run_ranks(aborts_what_gpus_have_in_their_queues, 2) == [["own", "world"]] * 2

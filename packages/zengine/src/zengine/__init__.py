@@ -18,6 +18,7 @@ from zengine.imports import lazy_attributes
 from zengine.initialize import add_config_arguments, initialize
 
 if TYPE_CHECKING:
+    from zengine.captured_step import CapturedStep, capture_step
     from zengine.config import ConfigError
     from zengine.deepspeed_engine import DeepSpeedEngine
     from zengine.engine.clock import CallOrderError, HalfLoaded, MicroStep
@@ -32,6 +33,7 @@ __version__ = "0.3.0"
 
 __all__ = [
     "CallOrderError",
+    "CapturedStep",
     "ConfigError",
     "DeepSpeedEngine",
     "Engine",
@@ -44,12 +46,14 @@ __all__ = [
     "RanksDisagree",
     "StepReport",
     "add_config_arguments",
+    "capture_step",
     "initialize",
 ]
 
 # Imported on first use, at the latest by `initialize`, so that `zengine --help` imports no torch.
 _HOME_OF = {
     "CallOrderError": "zengine.engine.clock",
+    "CapturedStep": "zengine.captured_step",
     "ConfigError": "zengine.config",
     "DeepSpeedEngine": "zengine.deepspeed_engine",
     "Engine": "zengine.engine.engine",
@@ -61,6 +65,7 @@ _HOME_OF = {
     "PipelineEngine": "zengine.pipeline_engine",
     "RanksDisagree": "zengine.engine.drift",
     "StepReport": "zengine.step_report",
+    "capture_step": "zengine.captured_step",
 }
 
 RENAMED = {"Culprit": "zengine.NonFiniteGradient"}

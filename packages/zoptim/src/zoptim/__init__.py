@@ -22,6 +22,7 @@ from zoptim.optimizers import table
 from zoptim.options import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, certainly_accepts
 
 if TYPE_CHECKING:
+    from zoptim.backends.gpu import SquaresJob
     from zoptim.backends.native import use_level
     from zoptim.backends.select import Kernels, has_kernels, kernels
     from zoptim.backends.stats import GradStats, grad_stats, sum_of_squares
@@ -59,6 +60,7 @@ __all__ = [
     "OneCycle",
     "Schedule",
     "Segment",
+    "SquaresJob",
     "StateFormat",
     "UnknownNameError",
     "UnsupportedTensorError",
@@ -79,6 +81,7 @@ __all__ = [
 
 # Imported on first use: most programs use one optimizer and one schedule, and a config is checked without torch.
 _NAMES_IN = {
+    "backends.gpu": "SquaresJob",
     "backends.native": "use_level",
     "backends.select": "Kernels has_kernels kernels",
     "backends.stats": "GradStats grad_stats sum_of_squares",

@@ -224,7 +224,7 @@ class PartitionState:
         which the rest is equal.
         """
         if self.rank >= self.layout.num_shards and not self.layout.is_expert_sharded:
-            vector[0] = 0.0
+            vector[:1].zero_()  # `vector[0] = 0.0` would copy from the host, and wait for the device
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
         zcomm.all_reduce(reduced, self.group, label="gradient statistics")
         self.mp_group.all_reduce(reduced[:num_of_model])

@@ -49,7 +49,7 @@ class GradientStats:
     norm: Tensor  # () float64: L2 over all shards of all ranks, still scaled; inf or NaN if any element is
     found_inf: Tensor  # () float32: 1 if any element on any rank is infinite or NaN, else 0
     extra: Tensor  # (k,) float64: the argument `extra`, summed over ranks
-    numbers: tuple[float, ...]  # norm and extra on the host, read in the one wait for the device
+    numbers: tuple[float, ...]  # norm, extra and `beside` on the host, read in the one wait for the device
 
     @property
     def finite(self) -> bool:
@@ -66,6 +66,7 @@ def inspect(
     *,
     all_reduce: Callable[[Tensor], object] = _no_reduction,
     extra: Tensor | None = None,
+    beside: Tensor | None = None,
     squares: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> GradientStats:
     """Compute norm and finiteness of `grads` over all ranks; modifies nothing.
@@ -76,6 +77,7 @@ def inspect(
     all_reduce: sums a 1-D float64 tensor over the ranks in place; called once, and once more if the first sum is not
         finite.
     extra: (k,) or () real; summed over the ranks in the same call. Does not affect found_inf.
+    beside: (k,) or () real on the device; numbers of this rank, read with the others in the same wait.
     squares: sums the squares of this rank's 1-D gradients, () float64, if a faster kernel than torch's is available
         (zoptim.sum_of_squares); the norm then has its bits.
 
@@ -89,7 +91,10 @@ def inspect(
         vector = torch.cat([own.to(device), extra_sums.to(device, torch.float64)])
         all_reduce(vector)
         norm = vector[0].sqrt()
-        total, *others = vector.tolist()
+        read = vector
+        if beside is not None:
+            read = torch.cat([vector, beside.detach().reshape(-1).to(device, torch.float64)])
+        total, *others = read.tolist()
         if math.isfinite(total):
             length = math.sqrt(total)
         else:

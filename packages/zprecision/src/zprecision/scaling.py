@@ -12,7 +12,8 @@ by that same scale, and only then may it change:
 
 Updating before dividing halves the one update at which the scale doubles; dividing without having multiplied shrinks
 every update by the scale.  Both bugs have shipped in widely used libraries.  `update` binds a new `factor` tensor and
-never writes into the old one, so whatever holds the old factor stays correct.
+never writes into the old one, so whatever holds the old factor stays correct.  Only `update_in_place` does, for CUDA
+graphs, in which nothing is bound.
 
 [Note: no host sync]  Factor and counters are () tensors on the training device, and `advance` in zprecision.rules is
 branch-free arithmetic on them, so the host never waits to learn whether a step overflowed.  Only `state_dict` and
@@ -55,6 +56,12 @@ class Scaler(Protocol):
     def update(self, found_inf: Tensor) -> None:
         """End a step. found_inf: one element of any dtype; non-zero or NaN marks an overflow."""
 
+    def update_in_place(self, found_inf: Tensor) -> Tensor:
+        """End a step as `update` does, in the present tensors, so that a CUDA graph can repeat it.
+
+        Return () bool on the device: `at_floor` before.
+        """
+
     def state_dict(self) -> dict[str, float | int]:
         """Return plain floats and ints, exact through JSON."""
 
@@ -89,6 +96,10 @@ class NoScaling:
     def update(self, found_inf: Tensor) -> None:
         _check_found_inf(found_inf)
 
+    def update_in_place(self, found_inf: Tensor) -> Tensor:
+        self.update(found_inf)
+        return torch.zeros((), dtype=torch.bool, device=self.device)
+
     def state_dict(self) -> dict[str, float | int]:
         return {}
 
@@ -121,6 +132,10 @@ class StaticScaler:
 
     def update(self, found_inf: Tensor) -> None:
         _overflow(found_inf, self.device)
+
+    def update_in_place(self, found_inf: Tensor) -> Tensor:
+        self.update(found_inf)
+        return torch.zeros((), dtype=torch.bool, device=self.device)
 
     def state_dict(self) -> dict[str, float | int]:
         return {"static_factor": checks.as_float32(self.rule.factor)}
@@ -160,7 +175,7 @@ class DynamicScaler:
     @property
     def at_floor(self) -> bool:
         """True with the factor at its floor and the counter used up; read it before `update`."""
-        return bool((self.factor <= self.rule.floor) & (self.hysteresis_left <= 1))
+        return bool(self._at_floor())
 
     def scale(self, loss: Tensor) -> Tensor:
         return _scaled(loss, self.factor)
@@ -171,6 +186,17 @@ class DynamicScaler:
             self.factor, self.clean_steps, self.hysteresis_left = advance(
                 self.rule, self.factor, self.clean_steps, self.hysteresis_left, overflow
             )
+
+    def update_in_place(self, found_inf: Tensor) -> Tensor:
+        before, at_floor = (self.factor, self.clean_steps, self.hysteresis_left), self._at_floor()
+        self.update(found_inf)
+        for place, value in zip(before, (self.factor, self.clean_steps, self.hysteresis_left)):
+            place.copy_(value)
+        self.factor, self.clean_steps, self.hysteresis_left = before
+        return at_floor
+
+    def _at_floor(self) -> Tensor:
+        return (self.factor <= self.rule.floor) & (self.hysteresis_left <= 1)
 
     def state_dict(self) -> dict[str, float | int]:
         return {

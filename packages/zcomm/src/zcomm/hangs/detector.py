@@ -112,8 +112,7 @@ class HangDetector:
 
     def _final_report(self) -> Report:
         """Report of a rank that closes its world.  No stack: reading frames of a running thread is unsafe (3.11)."""
-        alive = [group for key in self.rings.keyrefs() if (group := key()) is not None]  # others may add meanwhile
-        groups = tuple(GroupReport.of(self.rings[group]) for group in alive)
+        groups = tuple(GroupReport.of(self.rings[group]) for group in self._used_groups())
         size = self.world_size
         return Report(rank=self.rank, world_size=size, answer=Answer.LEFT, context="", stack=(), groups=groups)
 
@@ -181,12 +180,26 @@ class HangDetector:
             self.failure = self.failure or diagnosis
 
     def _close_groups(self) -> None:
-        """End the waits of this rank's other threads inside torch; they find `failure` then."""
+        """End the waits of this rank's other threads inside torch; they find `failure` then.
+
+        A kernel of NCCL whose peer does not come never ends, and the host waits for it wherever it next reads a
+        number.  So what any group has in a GPU's queue is aborted as well.
+        """
         with self.lock:
-            groups = list(self.closing) if self.is_present() else []
-        for group in groups:
+            is_present = self.is_present()
+            closing = list(self.closing) if is_present else []
+            used = self._used_groups() if is_present else []
+        for end, group in (*((_close, each) for each in closing), *((compat.abort_queue, each) for each in used)):
             with contextlib.suppress(RuntimeError, ValueError):  # destroyed since: the others remain
-                compat.close_group(group, dist.get_rank(group))
+                end(group)
+
+    def _used_groups(self) -> list[Any]:
+        """Return the groups that have carried collectives; others may add some meanwhile."""
+        return [group for key in self.rings.keyrefs() if (group := key()) is not None]
+
+
+def _close(group: Any) -> None:
+    compat.close_group(group, dist.get_rank(group))
 
 
 _current: HangDetector | None = None  # of torch's present default group, or of one that is gone

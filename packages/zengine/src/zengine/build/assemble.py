@@ -336,14 +336,14 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
         zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=3)
     )
 
-    def inspect(grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats:
+    def inspect(grads: Sequence[Tensor], *, extra: Tensor, beside: Tensor) -> zprecision.GradientStats:
         devices = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]
         found = []
         for device in devices:
             squares = zoptim.sum_of_squares if zoptim.has_kernels(device) else None
-            numbers = extra.to(device) if device == devices[0] else None
+            numbers = [each.to(device) if device == devices[0] else None for each in (extra, beside)]
             here = [grad for grad in grads if grad.device == device]
-            found.append(inspect_one(here, extra=numbers, squares=squares))
+            found.append(inspect_one(here, extra=numbers[0], beside=numbers[1], squares=squares))
         return found[0] if devices == [partition.device] else zprecision.merge_stats(found, partition.device)
 
     return inspect

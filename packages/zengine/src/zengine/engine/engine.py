@@ -175,7 +175,7 @@ class Engine(nn.Module):
         num_unused = partition.num_unused()
         drift = self.parts.drift.number(self.clock.steps, any_unused=num_unused > 0)
         extra = run.losses.statistics(drift, partition.num_late(), num_unused)
-        return self.parts.inspect(gradients, extra=extra)
+        return self.parts.inspect(gradients, extra=extra, beside=self.parts.scaler.factor)
 
     def _finish_step(self, report: StepReport) -> None:
         self.parts.telemetry.step_end(report)

@@ -139,8 +139,10 @@ class StepLoss:
         """
         is_weighted = self.kind is Kind.WEIGHTED
         values = (drift, num_late, num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
-        row = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in values], dtype=torch.float64)
-        row = row.to(self.device)
+        numbers = [0.0 if isinstance(each, Tensor) else each for each in values]
+        # A copy from pageable memory would wait for everything that the device has to do.
+        row = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        row = row.to(self.device, non_blocking=True)
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
                 row[index] = value.reshape(())

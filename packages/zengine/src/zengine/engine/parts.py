@@ -235,7 +235,7 @@ class Numbers:
 class Inspect(Protocol):
     """Inspects the gradients once; see `zprecision.inspect`."""
 
-    def __call__(self, grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats: ...
+    def __call__(self, grads: Sequence[Tensor], *, extra: Tensor, beside: Tensor) -> zprecision.GradientStats: ...
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -266,12 +266,12 @@ class Parts:
 
     def read(self, stats: zprecision.GradientStats, losses: StepLoss) -> Numbers:
         """Return the numbers of one boundary on the host, before anything changes."""
-        norm, drift, _, unused, loss, weight, num_weighted = stats.numbers
+        norm, drift, _, unused, loss, weight, num_weighted, scale = stats.numbers
         remainder = losses.remainder(weight, num_weighted)
         return Numbers(
             is_finite=stats.finite,
             norm=norm,
-            scale=float(self.scaler.factor),
+            scale=scale,
             drift=drift,
             num_unused=int(unused),
             loss=loss / remainder if remainder else 0.0,

@@ -69,11 +69,11 @@ Decide = Callable[[DataRead], Any]
 
 
 def _statistics(reading: DataRead) -> Any:
-    """Sum of squares; drift, late buckets, unused parameters, loss, weight, weighted ranks: as if ranks agreed."""
+    """Sum of squares; drift, late buckets, unused parameters, loss, weight, weighted ranks, loss scale."""
     square = math.inf if reading.step in reading.script.overflows else 1.0
     unused = float(reading.step in reading.script.misses)
     late = float(reading.step in reading.script.misses)  # as if some were, so that second messages are played
-    return [square, 0.0, late, unused, 0.5, 0.0, 0.0][: reading.numel] if reading.shape else square
+    return [square, 0.0, late, unused, 0.5, 0.0, 0.0, 1.0][: reading.numel] if reading.shape else square
 
 
 def _is_overflow(reading: DataRead) -> bool:

@@ -22,11 +22,17 @@ __all__ = [
     "addresses",
     "as_dense",
     "byte_sizes",
+    "copy_to",
     "has_layout_of",
     "is_dense",
     "match_layout",
     "memory_view",
 ]
+
+
+def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a CPU tensor to `device` without a wait: torch keeps the pinned memory until it has been read."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def is_dense(tensor: Tensor) -> bool:

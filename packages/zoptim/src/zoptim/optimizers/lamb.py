@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zoptim.backends.contract import BLOCK_NUMEL, Flag, Hyper, flags_of
+from zoptim.backends.memory import copy_to
 from zoptim.backends.signals import Signals, is_skipped, signals_on
 from zoptim.checks import flag, number
 from zoptim.optimizers.base import Params, check_betas, check_common
@@ -210,7 +211,7 @@ class LAMB(FlatOptimizer):
             )
             sums = job.sums(self._hyper(group), signals_on(signals, device))
             parts = [(row, entry.part.tensor) for row, entry in enumerate(batch.entries) if entry.part]
-            rows, tensors = torch.tensor(parts, device=device).unbind(1)
+            rows, tensors = copy_to(device, torch.tensor(parts)).unbind(1)
             assert sums is not None
             totals.index_add_(0, tensors, sums[rows])
             jobs.append((job, sums, rows, tensors))

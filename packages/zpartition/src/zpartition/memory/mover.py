@@ -194,11 +194,13 @@ class CudaMover:
         mark.synchronize()
 
     def wait_host(self) -> None:
-        self.down.synchronize()
-        self.in_flight.clear()
+        if self.in_flight:  # a wait without a reason would drain the device in every step without offload
+            self.down.synchronize()
+            self.in_flight.clear()
 
     def wait_device(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.up)
+        if self.stages:  # something was sent: a stream that is captured must not wait for another
+            torch.cuda.current_stream(self.device).wait_stream(self.up)
 
     @property
     def staging_bytes(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zoptim.backends.contract import Streams
-from zoptim.backends.memory import addresses
+from zoptim.backends.memory import addresses, copy_to
 
 __all__ = ["GRADS", "Columns", "Table", "columns_of", "make_items"]
 
@@ -41,12 +41,7 @@ def make_items(numels: Sequence[int], chunk_numel: int, device: torch.device) ->
     rows = torch.repeat_interleave(torch.arange(len(numels)), counts)
     chunks = torch.arange(rows.numel()) - (ends - counts)[rows]
     items = torch.stack([rows, chunks], 1).to(torch.int32)
-    return _on(device, items), (ends - counts).tolist()
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy to `device` asynchronously: torch keeps the pinned memory until it has been read."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return copy_to(device, items), (ends - counts).tolist()
 
 
 @attrs.define(eq=False)
@@ -64,7 +59,7 @@ class Table:
         """Make a table of `moving` columns followed by `fixed` ones."""
         zeros = [0] * len(fixed[0])
         columns = [zeros if column is None else column for column in moving] + [[*column] for column in fixed]
-        return cls(_on(device, torch.tensor(columns, dtype=torch.int64).T.contiguous()), moving)
+        return cls(copy_to(device, torch.tensor(columns, dtype=torch.int64).T.contiguous()), moving)
 
     def move(self, columns: Columns) -> list[bytes]:
         """Adopt new addresses; return the arguments of the zk_patch launches that write them."""
