@@ -6,6 +6,7 @@ lazy initialization, stream contexts, memory statistics, random state, graphs.
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -77,6 +78,15 @@ class Event(torch.Event):
 
     def wait(self, stream: Any = None) -> None:
         super().wait(torch.cuda.current_stream() if stream is None else stream)
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        """Return milliseconds; torch's own method takes no subclass."""
+        if not self.event_id or not end_event.event_id:
+            raise RuntimeError("simulated CUDA: elapsed_time() of an event that was not recorded")
+        found: float = library().sim_elapsed_ms(self.event_id, end_event.event_id)
+        if math.isnan(found):
+            raise RuntimeError("simulated CUDA: elapsed_time() before both events are over; synchronize the last")
+        return found
 
 
 class CUDAGraph:
