@@ -58,9 +58,10 @@ def _kernel_bit() -> AbstractContextManager[None]:
 
 def _batch_bit() -> AbstractContextManager[None]:
     from zengine.data.loaders import fetch
+    from zengine.data.tree import iter_tensors
 
     def flip(_: Any, batch: Any) -> None:
-        for tensor in fetch.iter_tensors(batch):
+        for tensor in iter_tensors(batch):
             _flip(tensor)
 
     return _wrapped(fetch._StreamCopy, "finish", after=flip)

@@ -112,11 +112,11 @@ def _moved(entry: list[Any], lowest: int) -> list[Any]:
     return [*entry[:2], entry[2] - lowest, entry[3] - lowest] if entry[0] in ("allocate", "use") else entry
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operator."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,7 +19,7 @@ the rules of simulated_cuda/csrc/machine.h, which runs only on the simulated dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -146,7 +146,7 @@ class _Replay:
 def violations(entries: Sequence[Entry]) -> list[str]:
     """Return the accesses that nothing orders.  Raises ValueError for an entry of an unknown kind."""
     replay = _Replay()
-    kinds = {
+    kinds: dict[str, Callable[..., None]] = {
         "launch": replay.launch,
         "host": replay.host,
         "allocate": replay.allocate,

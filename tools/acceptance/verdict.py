@@ -91,6 +91,6 @@ class Verdict:
         figures = tuple(
             Figure(**{key: each[key] for key in names if key in each}) for each in plain.get("figures", ())
         )
-        rest = {key: tuple(plain[key]) for key in ("checks", "skipped") if key in plain}
+        rest: dict[str, Any] = {key: tuple(plain[key]) for key in ("checks", "skipped") if key in plain}
         rest |= {key: plain[key] for key in ("piece", "reason", "seconds", "output") if key in plain}
         return cls(state=State(plain["state"]), figures=figures, **rest)

@@ -7,6 +7,7 @@ A stage whose step waits for the host cannot be captured: its reason is torch's.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def steps(bench: Bench) -> None:
             for _ in range(WARM_STEPS + STEPS):
                 train(plain, x)
             expected = [parameter.detach().cpu() for parameter in plain.module.parameters()]
-            eager = bench.seconds(lambda engine=plain, x=x: train(engine, x)) * 1e3
+            eager = bench.seconds(partial(train, plain, x)) * 1e3
         captured, x = engine_at(stage, bench.device)
         with contextlib.closing(captured):
             try:
@@ -64,11 +65,8 @@ def steps(bench: Bench) -> None:
             found = [parameter.detach().cpu() for parameter in captured.module.parameters()]
             bench.check(f"stage {stage}: {STEPS} replayed steps equal launched ones", differing(found, expected))
             ms = bench.seconds(graph.replay) * 1e3
-            bench.figure(
-                Figure(
-                    name=f"stage {stage}: a replayed step beside a launched one", unit="ms", measured=ms, peer=eager
-                )
-            )
+            name = f"stage {stage}: a replayed step beside a launched one"
+            bench.figure(Figure(name=name, unit="ms", measured=ms, peer=eager))
     zcomm.init().close()
 
 

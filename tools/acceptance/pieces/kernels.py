@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import attrs
 import repo
@@ -29,7 +30,7 @@ from acceptance.verdict import Figure
 __all__ = ["bits", "predicted_shares", "racecheck", "speed"]
 
 NUMELS = (1, 255, 256, 1027, 3 * 8192 + 515)
-DECAY = {"lr": 3e-3, "weight_decay": 0.02}
+DECAY: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.02}
 OPTIMIZERS: Mapping[str, Callable[..., zoptim.FlatOptimizer]] = {
     "AdamW": lambda params, **more: zoptim.AdamW(params, **DECAY, **more),
     "Adam amsgrad": lambda params, **more: zoptim.Adam(params, amsgrad=True, **DECAY, **more),
@@ -160,7 +161,7 @@ def matrix_faults(device: torch.device) -> list[str]:
     ours, exact = steps["Adafactor"]
     error = float((ours - exact).norm() / exact.norm())
     faults = [] if error < 1e-4 else [f"Adafactor's step is off by {error:.2g} of its norm"]
-    likeness = float(torch.nn.functional.cosine_similarity(*steps["Muon"], dim=0))
+    likeness = float(torch.nn.functional.cosine_similarity(*(torch.stack(steps["Muon"])[:, None])))
     return faults + ([] if likeness > 0.99 else [f"Muon's step has cosine {likeness:.4f} with that in float32"])
 
 
@@ -205,7 +206,7 @@ def speed(bench: Bench) -> None:
 def predicted_shares(device: str) -> dict[str, float]:
     """Return what the cost model predicted before any run: the share of a copy's bandwidth by case of zoptim's bench.
 
-    The table is packages/zoptim/bench/results/*predicted*.json: {"devices": {part of the device's name: {case: share}}}.
+    The table is *predicted*.json in the bench's results: {"devices": {part of the device's name: {case: share}}}.
     """
     for path in sorted((repo.package_folder("zoptim") / "bench" / "results").glob("*predicted*.json")):
         for name, shares in json.loads(path.read_text()).get("devices", {}).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ def run(bench: Bench) -> None:
     """Compare batches with the dataset's own, and a loop that loads ahead with one that does not."""
     dataset = Samples(bench.choose(1 << 20, 256))
     num_batches, size = bench.choose((24, 16), (5, 2))
-    order = [BatchIndices(0, size * at, tuple(range(size * at, size * at + size))) for at in range(num_batches)]
+    starts = range(0, size * num_batches, size)
+    order = [BatchIndices(epoch=0, begin=at, indices=tuple(range(at, at + size))) for at in starts]
     ahead = make_prefetcher(bench.device, num_ahead=NUM_AHEAD, num_workers=NUM_WORKERS)
 
     def batches(prefetcher: Callable[[Iterator[Any]], Iterator[Any]] = no_prefetch) -> Iterator[Any]:
@@ -46,7 +47,7 @@ def run(bench: Bench) -> None:
         torch.empty(8, device=bench.device)  # could be given the batch's memory
     expected = [torch.stack([dataset[index] for index in each.indices]) * 2 for each in order]
     bench.check(f"{num_batches} batches arrive in order, with their bits", differing(found, expected))
-    hide(bench, [batch for batch in batches()], ahead)
+    hide(bench, list(batches()), ahead)
 
 
 def hide(bench: Bench, pinned: list[Tensor], ahead: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
@@ -54,23 +55,23 @@ def hide(bench: Bench, pinned: list[Tensor], ahead: Callable[[Iterator[Any]], It
     edge = bench.choose(4096, 16)
     square = torch.ones(edge, edge, device=bench.device, dtype=torch.bfloat16)
 
-    def use(batch: Tensor) -> None:
-        batch.view(-1)[: edge * edge].sum()
-        for _ in range(8):
-            square @ square
+    def use(batches: Iterable[Tensor]) -> None:
+        for batch in batches:
+            batch.view(-1)[: edge * edge].sum()
+            for _ in range(8):
+                square @ square
 
     there = [batch.to(bench.device) for batch in pinned]
     taken = bench.times(
         {
-            "there": lambda: [use(batch) for batch in there],
-            "ahead": lambda: [use(batch) for batch in ahead(iter(pinned))],
-            "in turn": lambda: [use(batch.to(bench.device)) for batch in pinned],
+            "there": lambda: use(there),
+            "ahead": lambda: use(ahead(iter(pinned))),
+            "in turn": lambda: use(batch.to(bench.device) for batch in pinned),
         },
         rounds=5,
     )
     compute, loaded, in_turn = (min(taken[name]) * 1e3 for name in ("there", "ahead", "in turn"))
     hidden = (in_turn - loaded) / (in_turn - compute) if in_turn > compute else 0.0
-    bench.figure(
-        Figure(name="batches copied ahead, beside batches that are there", unit="ms", measured=loaded, peer=compute)
-    )
+    name = "batches copied ahead, beside batches that are there"
+    bench.figure(Figure(name=name, unit="ms", measured=loaded, peer=compute))
     bench.figure(Figure(name="share of the copies' time that is hidden", unit="", measured=hidden, at_least=0.8))

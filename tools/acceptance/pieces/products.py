@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,7 @@ def float8(bench: Bench) -> None:
     generator = torch.Generator().manual_seed(0)
     for rows, inside, outside in bench.choose([(48, 64, 32), (4096, 4096, 4096)], [(48, 64, 32)]):
         model = nn.Sequential(nn.Linear(inside, outside, bias=False)).to(bench.device, torch.bfloat16)
-        layer = model[0]
+        layer: Any = model[0]
         x = torch.randn(rows, inside, generator=generator).bfloat16().to(bench.device).requires_grad_()
         grad = torch.randn(rows, outside, generator=generator).bfloat16().to(bench.device)
         with Float8.convert(model, device=bench.device):
@@ -74,21 +76,28 @@ def grouped(bench: Bench) -> None:
         leaves = [x.requires_grad_(), weight.requires_grad_()]
         y = grouped_linear(x, weight, counts)
         found = [y, *torch.autograd.grad(y, leaves, grad)]
-        exact = by_expert(*(tensor.detach().cpu().double() for tensor in (x, weight, grad)), counts)
+        exact = by_expert([tensor.detach().cpu().double() for tensor in (x, weight, grad)], counts)
         off = {name: relative(*pair) for name, *pair in zip(("output", "input", "weight"), found, exact)}
         faults = [f"{name}: off by {error:.2g} of its norm" for name, error in off.items() if not error < tolerance]
         kernel = "torch's kernel" if has_grouped_mm(x, weight) else "a loop"
         bench.check(f"{experts} experts in {str(dtype)[6:]}, by {kernel}, equal one product each", faults)
         if dtype == torch.bfloat16:
-            ms = bench.seconds(lambda: grouped_linear(x, weight, counts)) * 1e3
-            peer = bench.seconds(lambda: [x[rows] @ weight[e].t() for e, rows in runs(counts)]) * 1e3
-            bench.figure(
-                Figure(name=f"{experts} experts beside a loop of products", unit="ms", measured=ms, peer=peer)
-            )
+            pairs = [(x[rows], weight[e].t()) for e, rows in runs(counts)]
+            ms = bench.seconds(partial(grouped_linear, x, weight, counts)) * 1e3
+            peer = bench.seconds(partial(multiply, pairs)) * 1e3
+            name = f"{experts} experts beside a loop of products"
+            bench.figure(Figure(name=name, unit="ms", measured=ms, peer=peer))
 
 
-def by_expert(x: Tensor, weight: Tensor, grad: Tensor, counts: list[int]) -> list[Tensor]:
-    """Return output and gradients, expert by expert."""
+def multiply(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Multiply pairs one by one."""
+    for left, right in pairs:
+        left @ right
+
+
+def by_expert(tensors: list[Tensor], counts: list[int]) -> list[Tensor]:
+    """Return output and gradients, expert by expert; tensors: input, weight, gradient of the output."""
+    x, weight, grad = tensors
     ends = list(itertools.accumulate(counts, initial=0))
     parts = [slice(*pair) for pair in itertools.pairwise(ends)]
     y = torch.cat([x[rows] @ weight[e].t() for e, rows in enumerate(parts)])

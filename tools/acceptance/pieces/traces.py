@@ -49,7 +49,7 @@ def load(device: torch.device) -> None:
 def save(device: torch.device) -> None:
     """Copy a weight as a background save does, read the copy, and train on."""
     weight = torch.ones(64, device=device)
-    (copy,) = HostMemory().copy_shards([_Shard(weight)])  # type: ignore[list-item]
+    (copy,) = HostMemory().copy_shards([_Shard(weight)])
     copy.tensor.add(0)
     weight.add_(1)
     torch.cuda.synchronize()
