@@ -8,5 +8,12 @@ import sys
 collect_ignore = (
     []
     if "simulated_cuda.library" in sys.modules
-    else ["test_order.py", "test_device.py", "test_waits.py", "test_two_ranks.py", "test_paths.py"]
+    else [
+        "test_order.py",
+        "test_device.py",
+        "test_acceptance.py",
+        "test_waits.py",
+        "test_two_ranks.py",
+        "test_paths.py",
+    ]
 )

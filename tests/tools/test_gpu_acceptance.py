@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import gpu_acceptance
 import pytest
+
+import gpu_acceptance
 from acceptance import places, readme
 from acceptance.overlap import hidden_share
 from acceptance.replay import needed_waits, violations
@@ -117,7 +118,9 @@ def test_a_piece_that_could_end_too_late_is_not_started(tmp_path: Path) -> None:
 
 def test_a_planted_fault_leaves_no_verdict(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    runner({"timers": verdict_of(State.FAILED)}, plant="batch-bit").run(choose("timers"), Memory.open(path), "k", False)
+    runner({"timers": verdict_of(State.FAILED)}, plant="batch-bit").run(
+        choose("timers"), Memory.open(path), "k", False
+    )
     assert not path.exists()
 
 

@@ -25,9 +25,10 @@ from acceptance.plants import planted
 from acceptance.table import Piece
 from acceptance.verdict import State, Verdict
 
-__all__ = ["device_facts", "end_with_parent", "run_piece"]
+__all__ = ["PARENT_VARIABLE", "device_facts", "end_with_parent", "run_piece"]
 
 PR_SET_PDEATHSIG = 1
+PARENT_VARIABLE = "GPU_ACCEPTANCE_PARENT"  # number of the process that runs the pieces
 OURS = {*repo.PACKAGES, "acceptance", "simulated_cuda", "contract_table"}
 
 
@@ -35,6 +36,8 @@ def end_with_parent() -> None:
     """Have the kernel end this process when its parent ends, however that happens."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(PARENT_VARIABLE) not in (None, str(os.getppid())):
+        sys.exit("the process that started this one has ended")
 
 
 def device_facts() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from acceptance.child import PARENT_VARIABLE
 from acceptance.table import Piece
 from acceptance.verdict import State, Verdict
 
@@ -125,9 +126,10 @@ class Runner:
             target, log = Path(folder) / "result.json", Path(folder) / "output"
             command = [sys.executable, str(SCRIPT), "--child", name, "--target", str(target)]
             command += ["--results", str(self.results), "--plant", self.plant]
+            environ = {**self.environ, PARENT_VARIABLE: str(os.getpid())}
             with log.open("wb") as file:
                 child = subprocess.Popen(
-                    command, env=dict(self.environ), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    command, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                 )
                 try:
                     code: int | None = child.wait(limit_s)

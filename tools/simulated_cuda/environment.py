@@ -40,6 +40,7 @@ SELECTION = (
     "packages/zcomm/tests/collectives",
     "packages/zengine/tests/data",
     "packages/zengine/tests/telemetry",
+    "tests/tools/test_gpu_acceptance_pieces.py",
 )
 
 
