@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 import gpu_acceptance
 from acceptance import places, readme
@@ -200,6 +201,13 @@ def test_a_wrong_name_is_told_before_anything_runs(
 ) -> None:
     assert gpu_acceptance.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_acceptance.main(["--results", str(tmp_path)]) == 2
+    assert "sees no CUDA device. Install a CUDA build of torch" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_list_names_every_piece(capsys: pytest.CaptureFixture[str]) -> None:

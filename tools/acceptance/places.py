@@ -45,11 +45,11 @@ def _build(name: str) -> str:
         return f"C kernels of {name}: Python has no {' and no '.join(missing)}"
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         return f"C kernels of {name}: there is no C compiler"
-    newest = max(path.stat().st_mtime for path in repo.files(".c", ".h", ".py", under=repo.package_folder(name)))
-    built = list(repo.source_folder(name).glob("*.so"))
-    if built and min(path.stat().st_mtime for path in built) >= newest:
-        return ""
     script = repo.package_folder(name) / "hatch_build.py"
+    sources = [script, *repo.files(".c", ".h", under=repo.source_folder(name))]
+    built = [path.stat().st_mtime for path in repo.source_folder(name).glob("*.so")]
+    if built and min(built) >= max(path.stat().st_mtime for path in sources):
+        return ""
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else f"C kernels of {name}: {done.stderr.strip()[-300:]}"
 
@@ -59,7 +59,8 @@ def sources_digest() -> str:
     total = hashlib.sha256()
     for folder in ("packages", "tools", "tests/contract"):
         for path in repo.files(".py", ".c", ".h", ".cu", ".cpp", under=repo.ROOT / folder):
-            if "tests" not in path.relative_to(repo.ROOT).parts[2:3]:
+            is_test = path.suffix == ".py" and "tests" in path.relative_to(repo.ROOT).parts[2:3]
+            if not is_test:
                 total.update(path.relative_to(repo.ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:16]
 

@@ -59,16 +59,15 @@ def train(bench: Bench, world_size: int, dtypes: list[torch.dtype]) -> None:
         for dtype, row, scenario, accumulation in itertools.product(dtypes, rows.ROWS, scenarios, accumulations)
         if world_size in row.worlds and table.is_selected(row, scenario, dtype)
     ]
-    by_rank = run_ranks(cases_on_device, world_size, cases, bench.device.type, timeout_s=400)
+    by_rank = run_ranks(cases_on_device, world_size, cases, bench.device, timeout_s=400)
     names = ", ".join(str(dtype)[6:] for dtype in dtypes)
     claim = f"{len(cases)} runs in {names} on {world_size} rank{'s'[: world_size - 1]} equal one process"
     bench.check(claim, table.compare(cases, by_rank, bench.choose(SLACK, 1.0)))
 
 
-def cases_on_device(cases: list[Any], device_type: str) -> Any:
-    """Run the cases as a rank, with deterministic kernels."""
-    if zcomm.init().device.type != device_type:
-        raise RuntimeError(f"the rank is on {zcomm.init().device}, not on {device_type}")
+def cases_on_device(cases: list[Any], device: torch.device) -> Any:
+    """Run the cases as a rank on `device`, with deterministic kernels."""
+    zcomm.init(device=device)  # a group of Gloo alone would be on the CPU
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.set_deterministic_debug_mode("warn")
     return importlib.import_module("contract_table.run").run_cases(cases)
