@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import gpu_acceptance
 from acceptance import places, readme
 from acceptance.overlap import hidden_share
+from acceptance.pieces.kernels import predicted_us
 from acceptance.replay import needed_waits, violations
 from acceptance.report import MOST_BYTES, markdown, read_reports, write_report
 from acceptance.runner import Memory, Runner, key_of
@@ -214,6 +217,19 @@ def test_the_list_names_every_piece(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_acceptance.main(["--list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert listed == [piece.name for piece in PIECES]
+
+
+def test_the_cost_model_is_asked_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predicted(kernel: str, numel: int, device: str | None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(us={"adam: f32 f32 f32": 700.0}[kernel] * numel if device == "h200" else 1 / 0)
+
+    monkeypatch.setitem(sys.modules, "predicted", None)
+    assert predicted_us("adamw", 1, "NVIDIA H200") is None
+    model = types.SimpleNamespace(predicted=predicted, device_of=lambda name: name.lower()[-4:])
+    monkeypatch.setitem(sys.modules, "predicted", model)
+    assert predicted_us("adamw", 2, "NVIDIA H200") == 1400.0
+    assert predicted_us("lion", 2, "NVIDIA H200") is None
+    assert predicted_us("lamb", 2, "NVIDIA H200") is None
 
 
 # A copy on stream 1 of what stream 0 makes, read by the host: events 0 and 1 order it.

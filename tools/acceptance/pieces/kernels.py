@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import zoptim
 from acceptance.bench import Bench, NotRunHere, differing
 from acceptance.verdict import Figure
 
-__all__ = ["bits", "predicted_shares", "racecheck", "speed"]
+__all__ = ["bits", "predicted_us", "racecheck", "speed"]
 
 NUMELS = (1, 255, 256, 1027, 3 * 8192 + 515)
 DECAY: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.02}
@@ -45,7 +44,17 @@ WEIGHTS = ("fp32", "bf16", "fp16", "split", "mirrored")  # the last: fp32 master
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "split": torch.bfloat16}
 ON_SIMULATED = (("AdamW", "fp32", "fp32"), ("AdamW", "split", "8bit"), ("LAMB", "mirrored", "bf16"))
 GOAL = 0.9  # of the bandwidth of a copy
-MODEL_ERROR = 0.15  # of a predicted share of the bandwidth
+MODEL_ERROR = 0.15  # of a predicted time
+KERNELS = {  # of the cases of zoptim's bench, by the names of its cost model; LAMB's step has two
+    "adamw": "adam: f32 f32 f32",
+    "offload": "adam: f32 bf16 f32 bf16",
+    "split": "adam: split bf16 f32",
+    "bf16": "adam: f32 f32 bf16",
+    "8bit": "adam: f32 f32 q8",
+    "lion": "lion: f32 f32 f32",
+    "adagrad": "adagrad: f32 f32 f32",
+    "sgd": "sgd: f32 f32 f32",
+}
 TERM_ULP = 6.0
 
 
@@ -175,7 +184,6 @@ def speed(bench: Bench) -> None:
     )
     total = bench.choose(100_000_000, 5000)
     sampling = timing.Sampling(rounds=bench.choose(15, 1), seconds=bench.choose(2.0, 0.0))
-    shares = predicted_shares(torch.cuda.get_device_name(bench.device))
     for case in cases.CASES if not bench.is_simulated else cases.CASES[:1]:
         memory = arena.Arena((total,), bench.device)
         steps = {"copy": floors.copy_floor(int(case.bytes_per_param * total), bench.device)}
@@ -186,33 +194,27 @@ def speed(bench: Bench) -> None:
                 except contenders.Unavailable as reason:
                     bench.skip(f"{contender.name} on {case.title}", str(reason))
         taken = {name: samples.median for name, samples in timing.run_rounds(steps, sampling, bench.device).items()}
-        share = taken["copy"] / taken["ours"]
-        predicted = shares.get(case.name)
+        us = taken["ours"] * 1e6
         title = f"{case.title}: share of a copy's bandwidth"
-        bench.figure(Figure(name=title, unit="of a copy", measured=share, at_least=GOAL))
-        if predicted is not None:
-            low, high = 1 - MODEL_ERROR, 1 + MODEL_ERROR
-            name = f"{case.title}: share against the cost model"
-            bench.figure(
-                Figure(name=name, unit="of a copy", measured=share, predicted=predicted, at_least=low, at_most=high)
-            )
+        bench.figure(Figure(name=title, unit="of a copy", measured=taken["copy"] / taken["ours"], at_least=GOAL))
+        guess = predicted_us(case.name, total, torch.cuda.get_device_name(bench.device))
+        if guess is not None:
+            name, low, high = f"{case.title}: a step by the cost model", 1 - MODEL_ERROR, 1 + MODEL_ERROR
+            bench.figure(Figure(name=name, unit="us", measured=us, predicted=guess, at_least=low, at_most=high))
         rate = case.bytes_per_param * total / taken["ours"] / 1e9
         bench.figure(Figure(name=f"{case.title}: bandwidth", unit="GB/s", measured=rate))
         if "torch fused" in taken:
-            ms, peer = taken["ours"] * 1e3, taken["torch fused"] * 1e3
-            bench.figure(Figure(name=f"{case.title}: step beside torch fused", unit="ms", measured=ms, peer=peer))
+            name = f"{case.title}: step beside torch fused"
+            bench.figure(Figure(name=name, unit="us", measured=us, peer=taken["torch fused"] * 1e6))
 
 
-def predicted_shares(device: str) -> dict[str, float]:
-    """Return what the cost model predicted before any run: the share of a copy's bandwidth by case of zoptim's bench.
-
-    The table is *predicted*.json in the bench's results: {"devices": {part of the device's name: {case: share}}}.
-    """
-    for path in sorted((repo.package_folder("zoptim") / "bench" / "results").glob("*predicted*.json")):
-        for name, shares in json.loads(path.read_text()).get("devices", {}).items():
-            if name.lower() in device.lower():
-                return {case: float(share) for case, share in shares.items()}
-    return {}
+def predicted_us(case: str, numel: int, device: str) -> float | None:
+    """Return the time of a case's kernel by the cost model of zoptim's bench; None where that predicts nothing."""
+    try:
+        model = importlib.import_module("predicted")
+        return float(model.predicted(KERNELS[case], numel, model.device_of(device)).us)
+    except (ModuleNotFoundError, FileNotFoundError, KeyError):
+        return None
 
 
 def racecheck(bench: Bench) -> None:
