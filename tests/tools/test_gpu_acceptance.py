@@ -15,6 +15,7 @@ import torch
 
 import gpu_acceptance
 from acceptance import places, readme
+from acceptance.bench import Bench, differing
 from acceptance.overlap import hidden_share
 from acceptance.pieces.kernels import predicted_us
 from acceptance.replay import needed_waits, violations
@@ -62,8 +63,41 @@ def test_a_figure_is_judged_by_its_ratio_and_never_passes_unmeasured(
 
 
 def test_a_verdict_survives_json() -> None:
-    verdict = verdict_of(State.FAILED, reason="r", checks=("a",), figures=(SHARE,), skipped=("s",), output="o")
+    verdict = verdict_of(State.FAILED, reason="r", checks=("a",), figures=(SHARE,), output="o")
     assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+
+
+def test_a_piece_passes_if_all_of_it_ran_and_held(tmp_path: Path) -> None:
+    def concluded(*faults: str, figure: Figure = SHARE, skips: str = "", is_simulated: bool = False) -> Verdict:
+        bench = Bench(torch.device("cpu"), tmp_path, tmp_path, is_simulated)
+        bench.check("it holds", faults)
+        bench.figure(figure)
+        if skips:
+            bench.skip("a part", skips)
+        return bench.verdict("timers", 1.0)
+
+    assert concluded().state is State.PASSED
+    assert concluded("b").reason == "it holds: b"
+    assert concluded(figure=attrs.evolve(SHARE, measured=0.5)).state is State.FAILED
+    assert concluded("b", skips="no GPU").state is State.FAILED
+    assert concluded(skips="no GPU").reason == "a part: no GPU"
+    assert concluded(skips="no GPU").state is State.NOT_RUN
+    simulated = concluded(figure=attrs.evolve(SHARE, measured=0.5), is_simulated=True)
+    assert simulated.state is State.PASSED
+    assert [each.judgement for each in simulated.figures] == [Judgement.NOT_MEASURED]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_bits_differ_where_one_does(dtype: torch.dtype) -> None:
+    ours = [torch.arange(6).to(dtype).view(2, 3), torch.ones((), dtype=dtype)]
+    theirs = [tensor.clone() for tensor in ours]
+    assert differing(ours, theirs) == []
+    theirs[0].view(-1).view(torch.uint8)[-1] ^= 1
+    assert differing(ours, theirs) == [f"tensor 0 ({dtype}, (2, 3)): 1 bytes differ"]
+    assert differing(ours, theirs[:1]) == ["2 tensors instead of 1"]
+    assert differing(ours[:1], theirs[1:]) == [f"tensor 0: {dtype} (2, 3) instead of {dtype} ()"]
+    nan = torch.full((2,), float("nan"))
+    assert differing([nan], [nan.clone()]) == []
 
 
 def test_every_piece_ends_in_eight_minutes_and_concerns_a_package() -> None:

