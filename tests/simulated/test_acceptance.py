@@ -18,6 +18,8 @@ import pytest
 
 from acceptance.child import run_piece
 from acceptance.plants import PLANTS
+from acceptance.replay import WAITS, violations
+from acceptance.report import MOST_BYTES
 from acceptance.table import choose
 from acceptance.verdict import Judgement, State, Verdict
 from simulated_cuda.library import library, take_violations
@@ -45,6 +47,17 @@ def test_a_piece_checks_bits_and_order_and_measures_nothing(name: str, tmp_path:
     assert verdict.state is State.PASSED, verdict
     assert "every access is ordered" in verdict.checks
     assert {figure.judgement for figure in verdict.figures} <= {Judgement.NOT_MEASURED}
+
+
+def test_the_record_is_kept_and_can_be_replayed_anywhere(tmp_path: Path) -> None:
+    verdict_of("trace", tmp_path)
+    (kept,) = tmp_path.glob("*-trace.json")
+    assert kept.stat().st_size <= MOST_BYTES
+    records = json.loads(kept.read_text())
+    assert set(records) == {"offload", "load", "save"}
+    for entries in records.values():
+        assert violations(entries) == []
+        assert violations([entry for entry in entries if entry[0] not in WAITS]) != []
 
 
 @pytest.mark.parametrize("plant", A_BIT_AND_WAITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import types
@@ -11,6 +12,7 @@ from typing import Any
 
 import attrs
 import pytest
+import repo
 import torch
 
 import gpu_acceptance
@@ -213,6 +215,19 @@ def test_readmes_say_what_the_reports_say() -> None:
         text = path.read_text(encoding="utf-8")
         remedy = "run: python tools/gpu_acceptance.py --write-readme"
         assert text == readme.with_block(text, readme.block(reports, package)), remedy
+
+
+def test_no_page_claims_a_run_on_a_gpu_outside_its_block() -> None:
+    blocks = re.compile(f"{re.escape(readme.BEGIN)}.*?{re.escape(readme.END)}", re.DOTALL)
+    claim = re.compile(
+        r"\b(?:A100|H100|H200|B200|L40S?|RTX)\b|\b(?:measured|proved|ran|run|tested) on (?:a |an |one |the )?"
+        r"(?:NVIDIA |CUDA )?GPUs?\b",
+        re.IGNORECASE,
+    )
+    assert claim.search("It was measured on an NVIDIA GPU.")
+    pages = [*readme.pages(), repo.ROOT / "ARCHITECTURE.md", *repo.ROOT.glob("packages/*/DESIGN.md")]
+    found = {str(page): claim.findall(blocks.sub("", page.read_text(encoding="utf-8"))) for page in pages}
+    assert not any(found.values()), found
 
 
 def test_a_block_names_device_and_verdicts() -> None:
