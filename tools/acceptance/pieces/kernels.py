@@ -132,7 +132,7 @@ def ulp_off(name: str, device: torch.device) -> float:
     for values, gradient in ((start.to(device), grad.to(device)), (start.double(), grad.double())):
         param = torch.nn.Parameter(values.clone())
         param.grad = gradient
-        OPTIMIZERS[name]([param]).step()
+        OPTIMIZERS[name]([param], foreach=True if values.dtype == torch.float64 else None).step()
         after.append(param.detach().cpu())
     ours, exact = after
     largest = torch.stack([start.abs().double(), exact.abs(), (exact - start).abs()]).amax(0).float()
