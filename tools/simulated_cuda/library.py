@@ -43,7 +43,6 @@ _TYPES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "sim_last_error": (ctypes.c_char_p, []),
     "sim_record_stream": (None, [ctypes.c_void_p, ctypes.c_int64]),
-    "sim_elapsed_ms": (ctypes.c_double, [ctypes.c_void_p, ctypes.c_void_p]),
     "sim_is_device": (ctypes.c_bool, [ctypes.c_void_p]),
 }
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
-import torch  # noqa: F401 - loads the device, in the order that site/sitecustomize.py gives
+import torch  # noqa: F401 - loads the device
 
 from simulated_cuda.library import library, set_schedule, take_violations
 from simulated_cuda.ranks import SCHEDULE_VARIABLE

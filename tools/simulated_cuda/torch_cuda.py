@@ -6,7 +6,6 @@ lazy initialization, stream contexts, memory statistics, random state, graphs.
 
 from __future__ import annotations
 
-import math
 import types
 from typing import Any
 
@@ -62,6 +61,8 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """torch.cuda.Event."""
 
+    _timer: torch.Event | None  # recorded with this event; None without timing
+
     def __new__(
         cls,
         enable_timing: bool = False,
@@ -71,22 +72,23 @@ class Event(torch.Event):
     ) -> Event:
         made = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
         assert isinstance(made, Event)
+        # torch.Event.elapsed_time takes no subclass
+        made._timer = torch.Event(device="cuda", enable_timing=True) if enable_timing else None
         return made
 
     def record(self, stream: Any = None) -> None:
-        super().record(torch.cuda.current_stream() if stream is None else stream)
+        stream = torch.cuda.current_stream() if stream is None else stream
+        if self._timer is not None:
+            self._timer.record(stream)
+        super().record(stream)
+
+    def elapsed_time(self, end_event: Any) -> float:
+        if self._timer is None or end_event._timer is None:
+            raise RuntimeError("simulated CUDA: elapsed_time of an event without enable_timing=True")
+        return self._timer.elapsed_time(end_event._timer)
 
     def wait(self, stream: Any = None) -> None:
         super().wait(torch.cuda.current_stream() if stream is None else stream)
-
-    def elapsed_time(self, end_event: torch.Event) -> float:
-        """Return milliseconds; torch's own method takes no subclass."""
-        if not self.event_id or not end_event.event_id:
-            raise RuntimeError("simulated CUDA: elapsed_time() of an event that was not recorded")
-        found: float = library().sim_elapsed_ms(self.event_id, end_event.event_id)
-        if math.isnan(found):
-            raise RuntimeError("simulated CUDA: elapsed_time() before both events are over; synchronize the last")
-        return found
 
 
 class CUDAGraph:

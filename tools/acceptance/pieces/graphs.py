@@ -1,8 +1,4 @@
-"""Whole steps in a CUDA graph, at ZeRO stages 0 to 2: the replayed steps equal steps that were launched one by one.
-
-Forward, backward and the engine's step are captured after a few steps on a side stream, as torch.cuda.graph demands.
-A stage whose step waits for the host cannot be captured: its reason is torch's.
-"""
+"""Whole steps in a CUDA graph, at ZeRO stages 0 to 2: replayed steps equal steps that were launched one by one."""
 
 from __future__ import annotations
 
@@ -15,81 +11,66 @@ from torch import Tensor, nn
 
 import zcomm
 import zengine
-from acceptance.bench import Bench, differing
+from acceptance.bench import Bench, NotRunHere, differing
 from acceptance.verdict import Figure
 
-__all__ = ["steps"]
+__all__ = ["engine_at", "steps", "train"]
 
-WARM_STEPS, STEPS = 3, 3
-CONFIG = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-WIDTH = 32
+STEPS = 7  # enough to capture and to replay
+PRECISIONS: dict[str, dict[str, Any]] = {"bf16": {"bf16": {"enabled": True}}, "fp32": {}}
 
 
-def engine_at(stage: int, device: torch.device) -> tuple[Any, Tensor]:
+def engine_at(stage: int, device: torch.device, precision: str = "bf16", width: int = 32) -> tuple[Any, Tensor]:
     """Return an engine and its batch, the same in every call."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-    config = {**CONFIG, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        **PRECISIONS[precision],
+    }
     engine, *_ = zengine.initialize(model=model, config=config)
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
-    return engine, x.to(device, torch.bfloat16)
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(1)).to(device)
+    return engine, x.bfloat16() if precision == "bf16" else x
 
 
 def train(engine: Any, x: Tensor) -> None:
     """Train one step."""
-    engine.backward(engine(x).float().square().mean())
+    engine.backward(loss_of(engine, x))
     engine.step()
 
 
+def loss_of(engine: Any, x: Tensor) -> Tensor:
+    """Return the loss of a batch."""
+    loss: Tensor = engine(x).float().square().mean()
+    return loss
+
+
 def steps(bench: Bench) -> None:
-    """Capture and replay a step of each stage."""
+    """Train captured and plain engines of each stage and precision."""
+    capture = getattr(zengine, "capture_step", None)
+    if capture is None:
+        raise NotRunHere("this zengine has no capture_step")
     zcomm.init()
-    for stage in (0, 1, 2):
-        plain, x = engine_at(stage, bench.device)
-        with contextlib.closing(plain):
-            for _ in range(WARM_STEPS + STEPS):
-                train(plain, x)
-            expected = [parameter.detach().cpu() for parameter in plain.module.parameters()]
-            eager = bench.seconds(partial(train, plain, x)) * 1e3
-        captured, x = engine_at(stage, bench.device)
-        with contextlib.closing(captured):
-            try:
-                graph = capture(captured, x)
-            except RuntimeError as reason:
-                forget_violations(bench)
-                bench.skip(f"stage {stage}", f"cannot be captured: {str(reason).splitlines()[0]}")
-                continue
-            for _ in range(STEPS):
-                graph.replay()
-            torch.cuda.synchronize()
-            found = [parameter.detach().cpu() for parameter in captured.module.parameters()]
-            bench.check(f"stage {stage}: {STEPS} replayed steps equal launched ones", differing(found, expected))
-            ms = bench.seconds(graph.replay) * 1e3
-            name = f"stage {stage}: a replayed step beside a launched one"
-            bench.figure(Figure(name=name, unit="ms", measured=ms, peer=eager))
+    for precision in PRECISIONS:
+        for stage in (0, 1, 2):
+            plain, x = engine_at(stage, bench.device, precision)
+            with contextlib.closing(plain):
+                expected = weights_after(plain, partial(train, plain), x)
+                eager = bench.seconds(partial(train, plain, x)) * 1e3
+            captured, x = engine_at(stage, bench.device, precision)
+            with contextlib.closing(captured):
+                step = capture(captured, partial(loss_of, captured))
+                claim = f"{precision}, stage {stage}: {STEPS} captured steps equal plain ones"
+                bench.check(claim, differing(weights_after(captured, step, x), expected))
+                name, ms = f"{precision}, stage {stage}: a replayed step", bench.seconds(partial(step, x)) * 1e3
+                bench.figure(Figure(name=name, unit="ms", measured=ms, peer=eager))
     zcomm.init().close()
 
 
-def capture(engine: Any, x: Tensor) -> Any:
-    """Return a graph of one step.  Raises RuntimeError for a step that cannot be captured."""
-    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_STEPS):
-            train(engine, x)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        train(engine, x)
-    return graph
-
-
-def forget_violations(bench: Bench) -> None:
-    """Forget what the simulated device noted in a capture that was given up."""
-    torch.cuda.synchronize()
-    if bench.is_simulated:
-        from simulated_cuda.library import library, take_violations
-
-        library().sim_reset_order()
-        take_violations()
+def weights_after(engine: Any, step: Any, x: Tensor) -> list[Tensor]:
+    """Return the weights after some steps on batches that differ."""
+    for index in range(STEPS):
+        step(x * (1 + index / 8))
+    return [parameter.detach().cpu() for parameter in engine.module.parameters()]

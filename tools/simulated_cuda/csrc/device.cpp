@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <limits>
 
 #include "device.h"
 
@@ -246,11 +245,6 @@ void sim_replay(void* graph) {
     Machine::get().replay(static_cast<sim::Graph*>(graph), sim::current_stream);
   } catch (const std::runtime_error&) {  // kept for take_violations
   }
-}
-// Milliseconds between two recorded events; NaN while one of them has not run.
-double sim_elapsed_ms(void* begin, void* end) {
-  const double from = sim::event_of(begin)->seconds, to = sim::event_of(end)->seconds;
-  return from > 0 && to > 0 ? (to - from) * 1e3 : std::numeric_limits<double>::quiet_NaN();
 }
 void sim_synchronize() { Machine::get().wait_host_for_all(); }
 void sim_reset_order() { Machine::get().reset_order(); }
