@@ -37,10 +37,12 @@ def block(reports: Sequence[Mapping[str, Any]], package: str = "") -> str:
         lines += _wrapped(f"Other CUDA paths of {subject} have not run on a GPU.")
         return "\n".join(lines)
     shown = [piece.title for piece in pieces if piece.on_simulated]
-    where = "On a CUDA device simulated in host memory, which shows bits and order but neither speed nor NCCL"
-    passed = f"these pass: {_listed(shown)}" if package else f"{len(shown)} of its {len(pieces)} pieces pass"
     command = "`tools/gpu_acceptance.py`" if package else "[tools/gpu_acceptance.py](tools/gpu_acceptance.py)"
-    return "\n".join(_wrapped(f"No GPU has run {subject}; {command} is to prove it on one. {where}, {passed}."))
+    passed = f"these pieces of {command} pass: {_listed(shown)}"
+    if not package:
+        passed = f"{len(shown)} of the {len(pieces)} pieces of {command} pass"
+    where = "On a CUDA device simulated in host memory (bits and order; no speed, no NCCL)"
+    return "\n".join(_wrapped(f"No GPU has run {subject}. {where} {passed}."))
 
 
 def _on_device(report: Mapping[str, Any], pieces: Sequence[Piece], is_brief: bool) -> list[str]:
@@ -63,12 +65,11 @@ def _listed(titles: Sequence[str]) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    """Return lines; a NUL is a space at which no line breaks."""
     later = " " * len(indent)
     wrap = textwrap.TextWrapper(
         WIDTH, initial_indent=indent, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
-    return [line.replace("\0", " ") for line in wrap.wrap(text)]
+    return wrap.wrap(text)
 
 
 def pages() -> dict[Path, str]:
