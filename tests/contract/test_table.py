@@ -60,26 +60,31 @@ def test_every_row_keeps_the_contract(world_size: int, dtype: torch.dtype) -> No
         for scenario, accumulation in itertools.product(SCENARIOS, ACCUMULATIONS)
         if is_selected(row, scenario, dtype)
     ]
-    by_rank = run_ranks(run_cases, world_size, cases, timeout_s=580)
+    failures = compare(cases, run_ranks(run_cases, world_size, cases, timeout_s=580))
+    assert not failures, "\n".join([f"{len(failures)} of {len(cases)} combinations:", *failures])
+
+
+def compare(cases: list[Case], by_rank: list[list[Outcome | str]], slack: float = 1.0) -> list[str]:
+    """Return what is wrong with the outcomes of all ranks; losses may be off by `slack` times the tolerance."""
     reference: dict[object, list[Outcome]] = {}
     failures: list[str] = []
     for index, case in enumerate(cases):
         found = [outcomes[index] if index < len(outcomes) else "not run" for outcomes in by_rank]
         whole = [outcome for outcome in found if isinstance(outcome, Outcome)]
-        if len(whole) < world_size:
+        if len(whole) < len(by_rank):
             failures.append(f"{case}: {'; '.join(sorted({str(o) for o in found if isinstance(o, str)}))}")
             continue
-        told = reference.setdefault((*case.combination, case.rounds if world_size > 1 else 0), whole)
-        checks = [*check_curve(case, whole), *check_bits(case, whole, told), *check_memory(case, whole)]
+        told = reference.setdefault((*case.combination, case.rounds if len(by_rank) > 1 else 0), whole)
+        checks = [*check_curve(case, whole, slack), *check_bits(case, whole, told), *check_memory(case, whole)]
         checks += [*check_buffers(case, whole), *check_messages(case, whole)]
         failures += [f"{case}: {fault}" for fault in checks]
-    assert not failures, "\n".join([f"{len(failures)} of {len(cases)} combinations:", *failures])
+    return failures
 
 
-def check_curve(case: Case, found: list[Outcome]) -> list[str]:
+def check_curve(case: Case, found: list[Outcome], slack: float) -> list[str]:
     expected = curve(case.scenario, case.dtype, len(found), case.accumulation)
     mean = [sum(losses) / len(found) for losses in zip(*(outcome.losses for outcome in found))]
-    if mean == pytest.approx(expected, rel=case.row.tolerance or TOLERANCE[case.dtype]):
+    if mean == pytest.approx(expected, rel=slack * (case.row.tolerance or TOLERANCE[case.dtype])):
         return []
     return [f"losses {mean} instead of {list(expected)}"]
 

@@ -49,6 +49,7 @@ SELECTION = (
     "packages/zengine/tests/planning/test_advice.py",
     "packages/zengine/tests/planning/test_forecast.py",
     "packages/zengine/tests/telemetry",
+    "tests/tools/test_gpu_acceptance_pieces.py",
 )
 
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 import zpartition
 from zpartition import Offload, Speculation, Tier, ZeroPolicy
 from zpartition.disk import DiskOptions, DiskStore
+from zpartition.offload import manager
 
 HOST_BYTES = 4 + 4 + 4 + 2  # gradient written and read in fp32, master read, weight written
 DISK_BYTES = 12  # master and two moments: read, and written
@@ -69,6 +71,11 @@ class Serial:
         return move_and_wait
 
 
+def serial(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `make`, a maker of movers, with copies that are waited for."""
+    return lambda *args: Serial(make(*args))
+
+
 def in_torch(options: argparse.Namespace) -> Callable[[Tensor], None]:
     torch.manual_seed(0)
     model = Stack(options.layers, options.width).to(options.device, torch.bfloat16)
@@ -93,12 +100,9 @@ def partitioned(options: argparse.Namespace, offload: Offload, is_serial: bool =
     model = Stack(options.layers, options.width).to(options.device, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     policy = ZeroPolicy(bucket_numel=4 * options.width**2, offload=offload, overlap=not is_serial)
-    partition = zpartition.shard(model, optimizer, policy=policy)
-    if is_serial:
-        partition.tiers.mover = Serial(partition.tiers.mover)  # type: ignore[assignment]
-        partition.tiers.attach(partition.reducer)
-        for home in partition.tiers.homes:
-            object.__setattr__(home, "mover", partition.tiers.mover)
+    plain = manager.make_mover
+    with mock.patch.object(manager, "make_mover", serial(plain) if is_serial else plain):
+        partition = zpartition.shard(model, optimizer, policy=policy)
 
     def step(x: Tensor) -> None:
         with partition.micro_step():
