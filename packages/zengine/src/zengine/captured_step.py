@@ -81,7 +81,7 @@ class CapturedStep:
     graph: Any = None  # torch.cuda.CUDAGraph; None before the capture
     inputs: tuple[Tensor, ...] = ()  # the batch
     rates: tuple[Tensor, ...] = ()  # () float64, the learning rate of each parameter group
-    numbers: Tensor | None = None  # (8,) float64: what the host reads, see `_record`
+    numbers: Tensor | None = None  # (9,) float64: what the host reads, see `_record`
     captured: tuple[Any, ...] = ()  # addresses and options at the capture
     held: tuple[Any, ...] = ()  # other memory of the graph, which nobody else may hold: tables, buffers of gradients
     num_eager: int = 0  # plain steps so far, without skipped ones
@@ -149,9 +149,9 @@ class CapturedStep:
                 "unchanged: freeze them (requires_grad_(False)) before initialize(), or use them."
             )
         total = squares.of_gradients(gradients)
-        none = torch.zeros(2, dtype=torch.float64, device=total.device)  # drift, unused; weight, weighted
+        none = torch.zeros(3, dtype=torch.float64, device=total.device)  # drift, late, unused; weight, weighted
         mean, factor = (each.detach().double().reshape(1) for each in (loss, scaler.factor))
-        numbers = torch.cat([total, none, mean, none, factor])
+        numbers = torch.cat([total, none, mean, none[:2], factor])
         found_inf = (~torch.isfinite(total)).float().reshape(())
         divisor = zprecision.clip_divisor(total[0].sqrt(), scaler.factor, plan.clip_norm) if divides(plan) else None
         with self._reading_the_device(found_inf if plan.skip_nonfinite else None):
@@ -209,7 +209,7 @@ class CapturedStep:
         with clock.backward():
             assert self.numbers is not None
             total, *others, at_floor = self.numbers.tolist()
-            losses.set_mean(others[2])
+            losses.set_mean(others[3])
         clock.end_micro_step()
         with clock.update():
             numbers = parts.read(_stats(total, others), losses)
