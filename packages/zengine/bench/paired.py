@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Two checkouts side by side: how long one takes over the other, with a 95% interval.
 
-    git worktree add /tmp/before COMMIT                       build its kernels there: tools/dev.py build
+    git worktree add /tmp/before COMMIT                       build its kernels there: tools/dev.py --here build
     python packages/zengine/bench/paired.py /tmp/before       every case, this checkout over that one
-    python packages/zengine/bench/paired.py /tmp/before --only "all_reduce,stage 3" --starts 6
+    python packages/zengine/bench/paired.py /tmp/before --only "all_reduce;stage 3" --starts 6
 
 Both checkouts have processes of their own that live side by side and take turns, call by call (A B, B A, ...), so a
 slow moment of the machine meets both.  A pair gives one ratio, a start of the processes the median of its pairs.
@@ -49,11 +49,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the checkout to compare with; its kernels are compiled")
     parser.add_argument("--after", type=Path, default=HERE.parents[3])
-    parser.add_argument("--only", default="", help="cases whose names contain one of these words, by commas")
+    parser.add_argument("--only", default="", help="parts of the names of cases, separated by semicolons")
     parser.add_argument("--starts", type=int, choices=sorted(STUDENT), default=4)
     parser.add_argument("--seconds", type=float, default=3.0, help="of measuring in each start")
     options = parser.parse_args()
-    words = options.only.split(",")
+    words = options.only.split(";")
     names = [name for name in (*CASES, *IMPORTS) if any(word in name for word in words)]
     print("| | before ms | after ms | after / before | 95% |\n| --- | ---: | ---: | ---: | --- |")
     for name in names:
