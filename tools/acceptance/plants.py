@@ -86,7 +86,7 @@ def _without(module: str, text: str) -> Callable[[], AbstractContextManager[None
     def apply() -> AbstractContextManager[None]:
         from simulated_cuda.mutants import applied, find_mutants
 
-        (mutant,) = [each for each in find_mutants([module]) if str(each).endswith(text)]
+        (mutant,) = [each for each in find_mutants() if each.module == module and str(each).endswith(text)]
         return applied(mutant)
 
     return apply
