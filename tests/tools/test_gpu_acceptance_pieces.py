@@ -12,7 +12,6 @@ from acceptance.plants import PLANTS
 from acceptance.table import PIECES, Piece, choose
 from acceptance.verdict import Judgement, State
 
-CAPTURES = {"graphs"}  # passes where zengine captures steps; no README counts on it
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.skipif("simulated_cuda.library" not in sys.modules, reason="runs on the simulated device"),
@@ -30,7 +29,7 @@ def _contract_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_piece_holds_or_needs_a_gpu(piece: Piece, tmp_path: Path) -> None:
     verdict = run_piece(piece, tmp_path)
     expected = State.PASSED if piece.on_simulated else State.NOT_RUN
-    assert verdict.state is expected or (piece.name in CAPTURES and verdict.state is State.PASSED), verdict
+    assert verdict.state is expected, verdict
     assert {figure.judgement for figure in verdict.figures} <= {Judgement.NOT_MEASURED}
 
 

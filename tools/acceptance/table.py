@@ -34,7 +34,7 @@ PIECES = (
     Piece("disk", "offload to disk", "offload:disk", 480, ("zpartition",)),
     Piece("float8", "products in 8-bit floats", "products:float8", 180, ("zprecision",)),
     Piece("grouped", "grouped products of experts", "products:grouped", 180, ("zpartition",)),
-    Piece("graphs", "whole steps in CUDA graphs", "graphs:steps", 240, ("zengine",), on_simulated=False),
+    Piece("graphs", "whole steps in CUDA graphs", "graphs:steps", 240, ("zengine",)),
     Piece("checkpoints", "checkpoints of CUDA tensors", "checkpoints:run", 300, ("zckpt", "zengine")),
     Piece("loaders", "batches copied ahead", "loaders:run", 180, ("zengine",)),
     Piece("timers", "telemetry's timers", "timers:run", 60, ("zengine",)),
