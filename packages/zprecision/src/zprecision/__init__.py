@@ -9,6 +9,7 @@ ranks, `inspect` takes an all_reduce as a callable.
 import sys
 from typing import TYPE_CHECKING
 
+from zprecision.backends.native import Kernels, kernels
 from zprecision.float8 import Float8, Float8Linear, has_float8
 from zprecision.fp32_modules import Fp32Modules
 from zprecision.inspect import (
@@ -72,6 +73,7 @@ __all__ = [
     "GradientStats",
     "Int4",
     "Int8",
+    "Kernels",
     "KeepInFp32",
     "NoScaling",
     "NonFiniteGradient",
@@ -95,6 +97,7 @@ __all__ = [
     "from_blocks",
     "has_float8",
     "inspect",
+    "kernels",
     "linear",
     "linear_many",
     "make_scaler",
