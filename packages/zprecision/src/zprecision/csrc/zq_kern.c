@@ -249,30 +249,51 @@ static void panel(const zq_matrix *m, const uint8_t *at, int64_t blocks, const z
 
 /* Weights in rows of floats: element k goes to sum k mod 64, the sums are added by halves. */
 
-ZQ_FN void dense_as(const int dtype, const char *w, const float *x, int64_t columns, int64_t stride, const int tokens,
-                    float *out) {
-  v16 sums[4][4];
-  const int width = dtype == 0 ? 4 : 2;
-  char tail[256] __attribute__((aligned(64))) = {0};
-  for (int t = 0; t < tokens; t++)
-    for (int q = 0; q < 4; q++) sums[t][q] = splat(0);
-  for (int64_t k = 0; k < columns; k += 64) {
-    const char *at = w + k * width;
-    if (columns - k < 64) at = memcpy(tail, at, (size_t)((columns - k) * width));
-    for (int q = 0; q < 4; q++) {
-      v16 wide = load_as(dtype, at + 16 * q * width);
-      for (int t = 0; t < tokens; t++) sums[t][q] += wide * load16(x + t * stride + k + 16 * q);
-    }
+#define SUMS(t) v16 s##t##0 = splat(0), s##t##1 = splat(0), s##t##2 = splat(0), s##t##3 = splat(0);
+#define ADD(t, q) s##t##q += wide * load16(x + t * stride + k + 16 * q);
+#define TOTAL(t) out[t] = sum_lanes((s##t##0 + s##t##2) + (s##t##1 + s##t##3));
+#define QUARTER(q, adds)                                \
+  {                                                     \
+    v16 wide = load_as(dtype, at + 16 * q * width);     \
+    adds                                                \
   }
-  for (int t = 0; t < tokens; t++) out[t] = sum_lanes((sums[t][0] + sums[t][2]) + (sums[t][1] + sums[t][3]));
-}
+/* Named sums: arrays of them would not stay in registers. */
+#define DENSE(tokens, sums, adds, totals)                                                                   \
+  ZQ_FN void dense_##tokens(const int dtype, const char *w, const float *x, int64_t columns, int64_t stride, \
+                            float *out) {                                                                   \
+    const int width = dtype == 0 ? 4 : 2;                                                                   \
+    const int64_t whole = columns / 64 * 64;                                                                \
+    char tail[256] __attribute__((aligned(64))) = {0};                                                      \
+    (void)stride;                                                                                           \
+    memcpy(tail, w + whole * width, (size_t)((columns - whole) * width));                                   \
+    sums for (int64_t k = 0; k < columns; k += 64) {                                                        \
+      const char *at = k < whole ? w + k * width : tail;                                                    \
+      QUARTER(0, adds(0)) QUARTER(1, adds(1)) QUARTER(2, adds(2)) QUARTER(3, adds(3))                       \
+    }                                                                                                       \
+    totals                                                                                                  \
+  }
+#define ADD1(q) ADD(0, q)
+#define ADD2(q) ADD1(q) ADD(1, q)
+#define ADD4(q) ADD2(q) ADD(2, q) ADD(3, q)
+DENSE(1, SUMS(0), ADD1, TOTAL(0))
+DENSE(2, SUMS(0) SUMS(1), ADD2, TOTAL(0) TOTAL(1))
+DENSE(4, SUMS(0) SUMS(1) SUMS(2) SUMS(3), ADD4, TOTAL(0) TOTAL(1) TOTAL(2) TOTAL(3))
 
-static void dense(int dtype, const void *row, const float *x, int64_t columns, int64_t stride, int tokens, float *out) {
-#define DENSE(dtype, tokens) dense_as(dtype, row, x, columns, stride, tokens, out)
-  if (dtype == 0)
-    tokens == 4 ? DENSE(0, 4) : tokens == 2 ? DENSE(0, 2) : DENSE(0, 1);
-  else
-    tokens == 4 ? DENSE(1, 4) : tokens == 2 ? DENSE(1, 2) : DENSE(1, 1);
+#define DENSE_OF(tokens)                                                            \
+  if (dtype == 0)                                                                   \
+    dense_##tokens(0, row, x, columns, stride, out);                                \
+  else                                                                              \
+    dense_##tokens(1, row, x, columns, stride, out);
+
+static void dense(int dtype, const void *row, const float *x, int64_t columns, int64_t stride, int tokens,
+                  float *out) {
+  if (tokens == 4) {
+    DENSE_OF(4)
+  } else if (tokens == 2) {
+    DENSE_OF(2)
+  } else {
+    DENSE_OF(1)
+  }
 }
 
 /* Activations --------------------------------------------------------------------------------------------- */
@@ -286,9 +307,16 @@ ZQ_FN int32_t peak_bits(const float *x, int64_t count) {
     i16 bits = (i16)load16(x + k) & 0x7fffffff, more = bits > most;
     most = (more & bits) | (~more & most);
   }
-  int32_t peak = 0;
-  for (int l = 0; l < 16; l++) peak = most[l] > peak ? most[l] : peak;
-  return peak;
+#define LARGER(...)                                            \
+  {                                                            \
+    i16 other = __builtin_shuffle(most, (i16){__VA_ARGS__});   \
+    i16 more = other > most;                                   \
+    most = (more & other) | (~more & most);                    \
+  }
+  LARGER(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+  LARGER(4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3)
+  LARGER(2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1)
+  return most[0] > most[1] ? most[0] : most[1];
 }
 
 ZQ_FN float as_float(int32_t bits) {
@@ -325,45 +353,87 @@ static void activations(const float *x, int64_t columns, int64_t blocks, int8_t 
 
 enum { SEARCH, AMAX, MINMAX, GGML };
 
-/* sum over 32n elements in the order of encode.fold; `term` is an expression of l, the offset of 16 elements */
-#define FOLD(count, term)                                                    \
-  ({                                                                         \
-    v16 first_ = splat(0), second_ = splat(0);                               \
-    for (int64_t l = 0; l < (count); l += 32) {                              \
-      v16 one_ = (term);                                                     \
-      l += 16;                                                               \
-      v16 two_ = (term);                                                     \
-      l -= 16;                                                               \
-      first_ = l ? first_ + one_ : one_;                                     \
-      second_ = l ? second_ + two_ : two_;                                   \
-    }                                                                        \
-    sum_lanes(first_ + second_);                                             \
-  })
-
 ZQ_FN v16 clamp(v16 x, float low, float high) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_min_ps(_mm512_max_ps((__m512)x, _mm512_set1_ps(low)), _mm512_set1_ps(high));
+#elif defined(__AVX2__)
+  __m256 first, second;
+  memcpy(&first, &x, 32), memcpy(&second, (char *)&x + 32, 32);
+  first = _mm256_min_ps(_mm256_max_ps(first, _mm256_set1_ps(low)), _mm256_set1_ps(high));
+  second = _mm256_min_ps(_mm256_max_ps(second, _mm256_set1_ps(low)), _mm256_set1_ps(high));
+  memcpy(&x, &first, 32), memcpy((char *)&x + 32, &second, 32);
+  return x;
+#else
   x = pick(x < low, splat(low), x);
   return pick(x > high, splat(high), x);
+#endif
 }
 
 /* The first element of the largest magnitude. */
 ZQ_FN float signed_peak(const float *x, int64_t count, int32_t peak) {
+  i16 signs = {0};
+  for (int64_t k = 0; k < count; k += 16) {
+    v16 value = load16(x + k);
+    signs |= ((value == as_float(peak)) & 1) | ((value == -as_float(peak)) & 2);
+  }
+  signs |= __builtin_shuffle(signs, (i16){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  signs |= __builtin_shuffle(signs, (i16){4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3});
+  signs |= __builtin_shuffle(signs, (i16){2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1});
+  int found = signs[0] | signs[1];
+  if (found != 3) return found == 2 ? -as_float(peak) : as_float(peak);
   for (int64_t k = 0; k < count; k++)
     if (x[k] == as_float(peak) || x[k] == -as_float(peak)) return x[k];
   return 0;
 }
 
-static float search_scale(const float *x, int64_t count, float peak, float top, float *inverse) {
-  float best = -1, scale = 0;
-  *inverse = 0;
-  for (int point = 0; point < 15; point++) {
-    float tried = -(float)((double)top - 0.7 + 0.15 * point) / peak;
-#define CODE clamp(nearest(load16(x + l) * tried), -top, top - 1)
-    float dot = FOLD(count, CODE * load16(x + l)), square = FOLD(count, CODE * CODE);
-#undef CODE
-    float score = square > 0 ? dot * dot / square : 0;
-    if (score > best) best = score, scale = square > 0 ? dot / square : 0, *inverse = tried;
+#define POINTS 15
+#define STEPS(top)                                                                                         \
+  {STEP(top, 0), STEP(top, 1), STEP(top, 2), STEP(top, 3), STEP(top, 4), STEP(top, 5), STEP(top, 6),       \
+   STEP(top, 7), STEP(top, 8), STEP(top, 9), STEP(top, 10), STEP(top, 11), STEP(top, 12), STEP(top, 13),   \
+   STEP(top, 14), 0}
+#define STEP(top, point) (float)(top##.0 - 0.7 + 0.15 * (point))
+
+/* See [Note: scale search] in encode.py: sums in the order of its `fold`, of all points before any is judged. */
+ZQ_FN float search_as(const float *x, const int64_t count, float peak, const float top, float *inverse) {
+  static const float steps[2][16] = {STEPS(8), STEPS(128)};
+  float tried[16], dots[16] = {0}, squares[16] = {0}, scale = 0, best = -1;
+  v16 inverses = -load16(steps[top == 128]) / peak;
+  memcpy(tried, &inverses, sizeof tried);
+  for (int point = 0; point < POINTS; point++) {
+    v16 dot0 = splat(0), dot1 = dot0, square0 = dot0, square1 = dot0;
+    for (int64_t l = 0; l < count; l += 32) {
+      v16 low = load16(x + l), high = load16(x + l + 16);
+      v16 code0 = clamp(nearest(low * tried[point]), -top, top - 1);
+      v16 code1 = clamp(nearest(high * tried[point]), -top, top - 1);
+      dot0 += code0 * low, dot1 += code1 * high;
+      square0 += code0 * code0, square1 += code1 * code1;
+    }
+    v16 a = dot0 + dot1, b = square0 + square1;
+    v16 both = __builtin_shuffle(a, b, (i16){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
+               __builtin_shuffle(a, b, (i16){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+    both += __builtin_shuffle(both, (i16){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    both += __builtin_shuffle(both, (i16){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    both += __builtin_shuffle(both, (i16){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+    dots[point] = both[0];
+    squares[point] = both[8];
   }
+  v16 all = load16(dots);
+  float scores[16];
+  all = all * all / load16(squares);
+  memcpy(scores, &all, sizeof scores);
+  int found = 0;
+  for (int point = 0; point < POINTS; point++) { /* 0 / 0 is NaN, and not larger */
+    int is_better = scores[point] > best;
+    best = is_better ? scores[point] : best;
+    found = is_better ? point : found;
+  }
+  if (best >= 0) scale = dots[found] / squares[found], *inverse = tried[found];
   return scale;
+}
+
+static float search_scale(const float *x, int64_t count, float peak, float top, float *inverse) {
+  if (count == 32) return top == 8 ? search_as(x, 32, peak, 8, inverse) : search_as(x, 32, peak, 128, inverse);
+  return top == 8 ? search_as(x, count, peak, 8, inverse) : search_as(x, count, peak, 128, inverse);
 }
 
 typedef struct {
@@ -371,10 +441,9 @@ typedef struct {
   float inverse, shift; /* code = x * inverse, after subtracting `min` or before adding `shift` */
 } affine;
 
-static affine choose(const zq_quantization *job, const float *x) {
+static affine choose(const zq_quantization *job, const float *x, const int32_t bits) {
   const float top = job->bits == 8 ? 128 : 8;
   affine a = {0, 0, 0, 0};
-  int32_t bits = peak_bits(x, job->group);
   int is_zero = bits < TINY_BITS;
   if (job->rule == SEARCH) {
     if (!is_zero) a.scale = search_scale(x, job->group, signed_peak(x, job->group, bits), top, &a.inverse);
@@ -466,8 +535,9 @@ static int quantize(const zq_quantization *job, int64_t row, float *buffer) {
   }
   for (int64_t g = 0; g < groups; g++) {
     const float *group = x + g * job->group;
-    if (peak_bits(group, job->group) >= 0x7f800000) return 0;
-    affine a = choose(job, group);
+    int32_t peak = peak_bits(group, job->group);
+    if (peak >= 0x7f800000) return 0;
+    affine a = choose(job, group, peak);
     is_good &= put_scale(job->scales, row * groups + g, job->scale_bytes, a.scale);
     if (job->rule == MINMAX) is_good &= put_scale(job->mins, row * groups + g, job->scale_bytes, a.min);
     put_codes(job, &a, group, codes + g * job->group * job->bits / 8);
