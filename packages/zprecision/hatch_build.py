@@ -207,7 +207,7 @@ class KernelHook(BuildHookInterface):
             if version != "editable" or not is_current():
                 build()
         except (BuildError, Unavailable) as reason:
-            self.app.display_warning(f"{PACKAGE} is built without its kernels and {TABLE['without']}: {reason}")
+            self.app.display_warning(f"{PACKAGE} is built {TABLE['without']}: {reason}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"{OLDEST_PYTHON}-abi3-{wheel_platform()}"
@@ -218,6 +218,6 @@ if __name__ == "__main__":
     try:
         build()
     except Unavailable as reason:
-        print(f"{PACKAGE}: built without its kernels, and {TABLE['without']}: {reason}", file=sys.stderr)
+        print(f"{PACKAGE}: built {TABLE['without']}: {reason}", file=sys.stderr)
     except BuildError as error:
         sys.exit(f"{PACKAGE}: {error}")

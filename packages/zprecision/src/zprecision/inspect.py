@@ -19,8 +19,8 @@ so the same gradients give the same bits with any number of threads.
 
 [Note: second read]  Without the kernel, the square of a finite float32 gradient overflows beyond 1.8e19, that of a
 float64 one beyond 1e154.  When the reduced sum is not finite, every shard is read again in float64 with a fixed small
-scale, at which no square of a finite element overflows, and that sum decides.  The trigger is the reduced value, equal
-on all ranks: either all ranks take the second all_reduce or none does.  Only a step that overflows pays for it.
+scale, at which no square of a finite element overflows, and that sum decides.  The trigger is the reduced value,
+equal on all ranks: either all ranks take the second all_reduce or none does.  Only a step that overflows pays for it.
 
 Rejected: torch.nn.utils.get_total_norm (float32 sums, a list of small norms, no reduction); a separate finiteness
 check (a second pass); a maximum reduced beside the sum (a second all_reduce).

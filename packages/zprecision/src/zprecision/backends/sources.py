@@ -14,7 +14,8 @@ __all__ = ["source_hash"]
 
 def source_hash(project: Path) -> str:
     """Return a digest, 16 hexadecimal digits, of the sources of a checkout's extension."""
-    files = [project / "hatch_build.py", *sorted((project / "src" / "zprecision" / "csrc").glob("*.[ch]"))]
+    csrc = project / "src" / "zprecision" / "csrc"
+    files = [project / "hatch_build.py", project / "pyproject.toml", *sorted(csrc.glob("*.[ch]"))]
     total = hashlib.sha256()
     for path in files:
         text = path.read_bytes()
