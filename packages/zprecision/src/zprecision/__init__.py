@@ -6,6 +6,7 @@ weights in 4 to 8 bits, and `linear` multiplies by them.  None needs a process g
 ranks, `inspect` takes an all_reduce as a callable.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,34 +24,36 @@ from zprecision.inspect import (
 )
 from zprecision.keep_in_fp32 import KeepInFp32
 from zprecision.policy import BF16, FP16, FP32, Precision, measure_bf16_speedup
-from zprecision.quant import (
-    NF4,
-    Q4_0,
-    Q4_K,
-    Q6_K,
-    Q8_0,
-    Format,
-    Fp8,
-    Int4,
-    Int8,
-    PackedTensor,
-    Quantized,
-    QuantizedTensor,
-    Weight,
-    dequantize,
-    format_name,
-    format_named,
-    from_blocks,
-    linear,
-    linear_many,
-    pack,
-    quantize,
-    quantize_activations,
-    to_blocks,
-)
 from zprecision.rules import DynamicScaling, Scaling, StaticScaling, Unscaled
 from zprecision.scaling import DynamicScaler, NoScaling, Scaler, StaticScaler, make_scaler
 from zprecision.wide_buffers import WideBuffers
+
+if TYPE_CHECKING:  # imported by the first use of a name: see __getattr__
+    from zprecision.quant import (
+        NF4,
+        Q4_0,
+        Q4_K,
+        Q6_K,
+        Q8_0,
+        Format,
+        Fp8,
+        Int4,
+        Int8,
+        PackedTensor,
+        Quantized,
+        QuantizedTensor,
+        Weight,
+        dequantize,
+        format_name,
+        format_named,
+        from_blocks,
+        linear,
+        linear_many,
+        pack,
+        quantize,
+        quantize_activations,
+        to_blocks,
+    )
 
 __version__ = "0.3.0"
 
@@ -123,4 +126,6 @@ if not TYPE_CHECKING:  # type checkers report old names as missing
             is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
             error = ImportError if is_import else AttributeError
             raise error(f"zprecision.{name} was renamed in 0.3.0; use zprecision.{RENAMED[name]}.")
+        if name in __all__:  # of block quantization, which costs an import of zprecision nothing
+            return globals().setdefault(name, getattr(importlib.import_module("zprecision.quant"), name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,10 +22,11 @@ def fresh(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="the kernels are not built")
 
 
-def test_importing_loads_no_extension() -> None:
+def test_importing_loads_neither_the_extension_nor_quantization() -> None:
     code = (
         "import sys, zprecision;"
-        "assert not {'zprecision._kernels', '_cffi_backend', 'cffi'} & set(sys.modules), 'loaded at import'"
+        "loaded = {'zprecision._kernels', '_cffi_backend', 'cffi', 'zprecision.quant'} & set(sys.modules);"
+        "assert not loaded, loaded"
     )
     done = fresh(code)
     assert done.returncode == 0, done.stderr
