@@ -258,8 +258,8 @@ def kernel_packages() -> list[Path]:
 
 
 def kernel_digest(package: Path) -> str:
-    sources = sorted(path for path in package.glob("src/*/csrc/**/*") if path.is_file())
-    return digest([package / "hatch_build.py", *sources])
+    patterns = ("hatch_build.py", "pyproject.toml", "src/**/sources.py", "src/*/csrc/**/*")
+    return digest([path for pattern in patterns for path in sorted(package.glob(pattern)) if path.is_file()])
 
 
 def stale_kernels() -> list[Path]:

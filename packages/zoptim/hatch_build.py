@@ -1,14 +1,16 @@
-"""Build `zoptim._kernels`, the C kernels, for wheels, for editable installs and in place.
+"""Build of a package's C kernels, for wheels, for editable installs and in place.
 
 Problem: one wheel must serve every Python from 3.10 on and every x86-64 processor, and building it must need only a C
 compiler, cffi and hatchling: no torch (an isolated build would fetch gigabytes), no cmake.
 
-Design: cffi writes the glue from the part of `zk_api.h` between its two markers, against the limited API.  `kern.c`
-is compiled once per instruction set; `rt.c` selects one at run time.  The extension links only libc: Python passes
-the address of OpenMP's `GOMP_parallel`.  The digest of the sources is compiled in, so a checkout detects an extension
-that is older than its sources.
+Design: `[tool.zbuild]` in pyproject.toml lists the files and the flags; this file is the same in every package that
+has kernels, because packages are built separately, and a test compares the copies.  cffi writes the glue from the
+part of the header between its two markers, against the limited API.  One source is compiled once per instruction set
+and the best is selected at run time.  The extension links only libc: Python passes the address of OpenMP's
+`GOMP_parallel`.  The digest of the sources is compiled in, so a checkout detects an extension that is older than its
+sources.  Without a compiler, cffi or Python.h, the build warns once and makes a pure Python wheel.
 
-    python hatch_build.py    builds src/zoptim/_kernels.abi3.so in place
+    python hatch_build.py    builds the extension in place
 
 The compiler is `$CC`, else the first of cc, gcc and clang on PATH.
 
@@ -35,28 +37,34 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import tomllib
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).resolve().parent
-CSRC = ROOT / "src" / "zoptim" / "csrc"
-EXTENSION = ROOT / "src" / "zoptim" / "_kernels.abi3.so"
+TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["zbuild"]
+PACKAGE, _, NAME = TABLE["module"].partition(".")
+SOURCE = ROOT / "src" / PACKAGE
+CSRC = SOURCE / "csrc"
+EXTENSION = SOURCE / f"{NAME}.abi3.so"
 OLDEST_PYTHON = "cp310"
 LIMITED_API = "-DPy_LIMITED_API=0x030a0000"
 
-# -ffp-contract=off: the same bits on every instruction set.  -fno-math-errno, -fno-trapping-math: without them
-# square roots and selections do not vectorize.  -g0: debug information would triple the file.  -Wno-psabi: vectors
-# are only passed between inlined functions.
+# -ffp-contract=off: the same bits on every instruction set.  -fno-math-errno, -fno-trapping-math: without them square
+# roots and selections do not vectorize.  -g0: debug information would triple the file.  -Wno-psabi: vectors are only
+# passed between inlined functions.
 FLAGS = (
-    "-O3", "-g0", "-std=c11", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-fvisibility=hidden", "-Wno-psabi",
+    "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden",
+    "-Wno-psabi",
 )  # fmt: skip
-AVX2 = ("-mavx2", "-mfma", "-mbmi2")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-X86_LEVELS = {"base": ("-DZK_ONLY_PIECES",), "v3": AVX2, "v4": (*AVX2, *AVX512)}  # the names are those of rt.c
 
 
 class BuildError(Exception):
-    """The build of the kernels failed; the message names what is missing and the remedy."""
+    """The compiler failed; the message has its output."""
+
+
+class Unavailable(Exception):
+    """This machine has no means to build the extension; the package then works without it."""
 
 
 def is_x86_64() -> bool:
@@ -72,9 +80,8 @@ def wheel_platform() -> str:
 
 
 def kernel_sources() -> ModuleType:
-    """Load `zoptim/backends/sources.py` by path: an isolated build has neither zoptim nor torch."""
-    path = ROOT / "src" / "zoptim" / "backends" / "sources.py"
-    spec = importlib.util.spec_from_file_location("zoptim_sources", path)
+    """Load the module that knows the sources by path: an isolated build has neither the package nor torch."""
+    spec = importlib.util.spec_from_file_location(f"{PACKAGE}_sources", ROOT / TABLE["sources"])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -83,28 +90,27 @@ def kernel_sources() -> ModuleType:
 
 
 def source_hash() -> str:
-    """Return the digest of the compiled files; native.py compares it in a checkout."""
+    """Return the digest of the compiled files; the package compares it in a checkout."""
     return str(kernel_sources().source_hash(ROOT))
 
 
 def compiler() -> list[str]:
-    """Return the command of the C compiler.  Raises `BuildError` if there is none, or no Python.h."""
+    """Return the command of the C compiler.  Raises `Unavailable` if there is none, or no Python.h."""
+    if TABLE.get("linux-only") and not sys.platform.startswith("linux"):
+        raise Unavailable(f"the kernels work on Linux, and this is {sys.platform}")
     given = shlex.split(os.environ.get("CC", ""))
-    found = given if given and shutil.which(given[0]) else []
-    if given and not found:
-        raise BuildError(f"CC names {given[0]!r}, which is not on PATH: set CC to a C compiler (gcc or clang)")
+    found = given or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
+    if given and not shutil.which(given[0]):
+        raise Unavailable(f"CC names {given[0]!r}, which is not on PATH: set CC to a C compiler (gcc or clang)")
     if not found:
-        found = [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
-    if not found:
-        raise BuildError(
-            "zoptim compiles C kernels and found no C compiler: none of cc, gcc, clang is on PATH. Install one "
-            "(Debian and Ubuntu: apt install gcc libc6-dev; Fedora: dnf install gcc; macOS: xcode-select --install) "
-            "or name it in CC"
+        raise Unavailable(
+            "found no C compiler: none of cc, gcc, clang is on PATH. Install one (Debian and Ubuntu: apt install gcc "
+            "libc6-dev; Fedora: dnf install gcc; macOS: xcode-select --install) or name it in CC"
         )
     if not any((Path(folder) / "Python.h").exists() for folder in include_folders()):
-        raise BuildError(
-            f"zoptim compiles C kernels and found no Python.h in {', '.join(include_folders())}: install the headers "
-            "of this Python (Debian and Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"
+        raise Unavailable(
+            f"found no Python.h in {', '.join(include_folders())}: install the headers of this Python (Debian and "
+            "Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"
         )
     return found
 
@@ -114,34 +120,43 @@ def include_folders() -> list[str]:
 
 
 def write_glue(path: Path) -> None:
-    """Write the C file of the Python module for `zk_api.h`.  Raises `BuildError` without cffi."""
+    """Write the C file of the Python module for the header.  Raises `Unavailable` without cffi."""
     try:
         import cffi
     except ImportError:
-        raise BuildError(
-            "building zoptim's kernels needs cffi: pip install 'cffi>=1.15' (an isolated build installs it)"
-        ) from None
-    header = (CSRC / "zk_api.h").read_text()
+        raise Unavailable("found no cffi: pip install 'cffi>=1.15' (an isolated build installs it)") from None
+    header = (CSRC / TABLE["header"]).read_text(encoding="utf-8")
     ffi = cffi.FFI()
     ffi.cdef(header.partition("/* cdef begin */")[2].partition("/* cdef end */")[0])
-    ffi.set_source("zoptim._kernels", '#include "zk_api.h"', py_limited_api=True)
+    ffi.set_source(TABLE["module"], f'#include "{TABLE["header"]}"', py_limited_api=True)
     with contextlib.redirect_stdout(io.StringIO()):  # cffi prints the path
         ffi.emit_c_code(str(path))
 
 
 def objects(folder: Path) -> dict[Path, list[str]]:
     """Return object file -> arguments that compile it; `folder` has the generated files."""
-    runtime = [f'-DZK_SOURCE_HASH="{source_hash()}"', *(["-DZK_HAS_X86"] if is_x86_64() else [])]
-    headers = [f"-I{folder}", f"-I{CSRC}"]
-    python_headers = [f"-I{place}" for place in include_folders()]
-    result = {
-        folder / "glue.o": [LIMITED_API, *headers, *python_headers, str(folder / "glue.c")],
-        folder / "tensors.o": [LIMITED_API, *headers, *python_headers, str(CSRC / "tensors.c")],
-        folder / "rt.o": [*runtime, *headers, str(CSRC / "rt.c")],
-    }
-    for level, flags in (X86_LEVELS if is_x86_64() else {"base": ()}).items():
-        result[folder / f"kern_{level}.o"] = [*flags, f"-DZK_SUFFIX=_{level}", *headers, str(CSRC / "kern.c")]
+    prefix = TABLE["prefix"]
+    shared = [*TABLE["flags"], f"-I{folder}", f"-I{CSRC}"]
+    once = [f'-D{prefix}_SOURCE_HASH="{source_hash()}"', *([f"-D{prefix}_HAS_X86"] if is_x86_64() else [])]
+    python = [LIMITED_API, *(f"-I{place}" for place in include_folders())]
+    result = {folder / "glue.o": [*shared, *python, str(folder / "glue.c")]}
+    for name in TABLE.get("python", ()):
+        result[folder / f"{name}.o"] = [*shared, *python, str(CSRC / f"{name}.c")]
+    for name in TABLE["once"]:
+        result[folder / f"{name}.o"] = [*shared, *once, str(CSRC / f"{name}.c")]
+    for level, flags in levels().items():
+        define = TABLE["level-define"].format(level)
+        result[folder / f"kernels_{level}.o"] = [*shared, *flags, define, str(CSRC / f"{TABLE['levels-of']}.c")]
     return result
+
+
+def levels() -> dict[str, list[str]]:
+    """Return instruction set -> flags; "AVX512" stands for the common ones of AVX-512."""
+    table: dict[str, list[str]] = TABLE["levels"] if is_x86_64() else {"base": []}
+    return {
+        level: [flag for word in flags for flag in (AVX512 if word == "AVX512" else (word,))]
+        for level, flags in table.items()
+    }
 
 
 def run(command: list[str]) -> None:
@@ -156,17 +171,19 @@ def run(command: list[str]) -> None:
 def build(target: Path = EXTENSION) -> None:
     """Write the glue, compile the objects in parallel, link, and replace `target` atomically.
 
-    Raises `BuildError`.
+    Raises `BuildError` and `Unavailable`.
     """
     command = compiler()
-    with tempfile.TemporaryDirectory(prefix="zoptim-build-") as temporary:
+    with tempfile.TemporaryDirectory(prefix=f"{PACKAGE}-build-") as temporary:
         folder = Path(temporary)
-        (folder / "zk_table.h").write_text(kernel_sources().rules_text(include=True))
+        for name, text in getattr(kernel_sources(), "generated", dict)().items():
+            (folder / name).write_text(text, encoding="utf-8")
         write_glue(folder / "glue.c")
         calls = [[*command, *FLAGS, "-c", *what, "-o", str(path)] for path, what in objects(folder).items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(run, calls))
         shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-Wl,-s"]
+        shared += TABLE.get("link", ())
         # linked in the target's folder, so that the replacement is one rename: a running process keeps the old file
         linked = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -185,16 +202,22 @@ class KernelHook(BuildHookInterface):
     """The hook that hatchling calls for a wheel; `version` is "editable" for an editable install, else "standard"."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        # pip builds an editable install twice: for its metadata and for the install
-        if version != "editable" or not is_current():
-            build()
+        try:
+            # pip builds an editable install twice: for its metadata and for the install
+            if version != "editable" or not is_current():
+                build()
+        except (BuildError, Unavailable) as reason:
+            self.app.display_warning(f"{PACKAGE} is built {TABLE['without']}: {reason}")
+            return
         build_data["pure_python"] = False
         build_data["tag"] = f"{OLDEST_PYTHON}-abi3-{wheel_platform()}"
-        build_data["artifacts"].append("src/zoptim/_kernels.abi3.so")
+        build_data["artifacts"].append(EXTENSION.relative_to(ROOT).as_posix())
 
 
 if __name__ == "__main__":
     try:
         build()
+    except Unavailable as reason:
+        print(f"{PACKAGE}: built {TABLE['without']}: {reason}", file=sys.stderr)
     except BuildError as error:
-        sys.exit(f"zoptim: {error}")
+        sys.exit(f"{PACKAGE}: {error}")

@@ -87,6 +87,13 @@ def test_the_changelog_has_a_line_for_the_present_version(package: str) -> None:
     assert re.search(r"^- \S", entry, re.MULTILINE), f"packages/{package}/CHANGELOG.md: no line for this version"
 
 
+def test_packages_with_kernels_share_one_build_hook() -> None:
+    """Packages are built separately, so each has a copy; what differs is in `[tool.zbuild]` of its pyproject.toml."""
+    hooks = {path.parent.name: path.read_text() for path in repo.ROOT.glob("packages/*/hatch_build.py")}
+    assert sorted(hooks) == ["zcomm", "zoptim", "zprecision"]
+    assert len(set(hooks.values())) == 1, "copy the changed packages/*/hatch_build.py over the others"
+
+
 @each_package
 def test_test_folders_are_no_packages_and_share_no_conftest(package: str) -> None:
     tests = repo.package_folder(package) / "tests"

@@ -24,7 +24,7 @@ QUESTIONS = ("What", "Who", "Which", "Where", "Whether", "From")
 ORDER = {
     "zcomm": ["compat", "hosts", "gloo", "hangs", "shared", "collectives", "groups", "testing"],
     "zprecision": [
-        *("_compat", "casting", "checks", "inspect", "rules", "keep_in_fp32", "scaling"),
+        *("_compat", "backends", "casting", "checks", "inspect", "rules", "keep_in_fp32", "scaling"),
         *("float8", "fp32_modules", "policy", "wide_buffers", "quant"),
     ],
     "zpartition": [

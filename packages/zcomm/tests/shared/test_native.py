@@ -28,7 +28,7 @@ def test_a_checkout_rejects_an_extension_older_than_its_sources(
     reloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "_checkout", lambda: Path("somewhere"))
-    monkeypatch.setattr(native, "_source_hash", lambda folder: "0" * 16)
+    monkeypatch.setattr(native, "source_hash", lambda folder: "0" * 16)
     assert "is older than its sources in somewhere (run python3 tools/dev.py build)" in native.unavailable_reason()
     with pytest.raises(ImportError, match="older than its sources"):
         native.library()

@@ -6,9 +6,11 @@ weights in 4 to 8 bits, and `linear` multiplies by them.  None needs a process g
 ranks, `inspect` takes an all_reduce as a callable.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from zprecision.backends.native import Kernels, kernels
 from zprecision.float8 import Float8, Float8Linear, has_float8
 from zprecision.fp32_modules import Fp32Modules
 from zprecision.inspect import (
@@ -22,34 +24,36 @@ from zprecision.inspect import (
 )
 from zprecision.keep_in_fp32 import KeepInFp32
 from zprecision.policy import BF16, FP16, FP32, Precision, measure_bf16_speedup
-from zprecision.quant import (
-    NF4,
-    Q4_0,
-    Q4_K,
-    Q6_K,
-    Q8_0,
-    Format,
-    Fp8,
-    Int4,
-    Int8,
-    PackedTensor,
-    Quantized,
-    QuantizedTensor,
-    Weight,
-    dequantize,
-    format_name,
-    format_named,
-    from_blocks,
-    linear,
-    linear_many,
-    pack,
-    quantize,
-    quantize_activations,
-    to_blocks,
-)
 from zprecision.rules import DynamicScaling, Scaling, StaticScaling, Unscaled
 from zprecision.scaling import DynamicScaler, NoScaling, Scaler, StaticScaler, make_scaler
 from zprecision.wide_buffers import WideBuffers
+
+if TYPE_CHECKING:  # imported by the first use of a name: see __getattr__
+    from zprecision.quant import (
+        NF4,
+        Q4_0,
+        Q4_K,
+        Q6_K,
+        Q8_0,
+        Format,
+        Fp8,
+        Int4,
+        Int8,
+        PackedTensor,
+        Quantized,
+        QuantizedTensor,
+        Weight,
+        dequantize,
+        format_name,
+        format_named,
+        from_blocks,
+        linear,
+        linear_many,
+        pack,
+        quantize,
+        quantize_activations,
+        to_blocks,
+    )
 
 __version__ = "0.3.0"
 
@@ -73,6 +77,7 @@ __all__ = [
     "Int4",
     "Int8",
     "KeepInFp32",
+    "Kernels",
     "NoScaling",
     "NonFiniteGradient",
     "PackedTensor",
@@ -95,6 +100,7 @@ __all__ = [
     "from_blocks",
     "has_float8",
     "inspect",
+    "kernels",
     "linear",
     "linear_many",
     "make_scaler",
@@ -120,4 +126,6 @@ if not TYPE_CHECKING:  # type checkers report old names as missing
             is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
             error = ImportError if is_import else AttributeError
             raise error(f"zprecision.{name} was renamed in 0.3.0; use zprecision.{RENAMED[name]}.")
+        if name in __all__:  # of block quantization, which costs an import of zprecision nothing
+            return globals().setdefault(name, getattr(importlib.import_module("zprecision.quant"), name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,9 @@ needs a few sums over ranks.  A sum of squares is finite only if every term is, 
 The gradients are read once, and one float64 vector [sum of squares, *extra] is reduced.  Nothing is modified: the
 optimizer, which reads the gradients anyway, divides them by one scalar (`clip_divisor`, or `divisor_of` on the host).
 
-[Note: summation of squares]  torch.linalg.vector_norm of a large float32 tensor sums in float32 and is too small by
-6e-4; converting all of it to float64 is three to forty times slower than reading it.  Therefore:
+[Note: summation of squares]  On CPUs a C kernel (backends/squares.py) sums exact squares in float64 in one read.
+Elsewhere, for float64, and without the kernel: torch.linalg.vector_norm of a large float32 tensor sums in float32 and
+is too small by 6e-4; converting all of it to float64 is three to forty times slower than reading it.  Therefore:
   - whole rows of a shard: norms of short rows in float32, at the speed of memory, squared and summed in float64.  The
     rounding of the rows averages out to 1e-9; in the worst cases it stays below 5e-8 for half-precision values and
     3e-7 for constants (rows of 1024: four times that, and 10% faster);
@@ -16,10 +17,10 @@ same to a few 1e-16 for any number of ranks, and ZeRO stages that clip by it sta
 All sums run over rows of a fixed length.  torch splits a sum to one number among its threads, but never splits a row;
 so the same gradients give the same bits with any number of threads.
 
-[Note: second read]  The square of a finite float32 gradient overflows beyond 1.8e19, that of a float64 one beyond
-1e154.  When the reduced sum is not finite, every shard is read again in float64 with a fixed small scale, at which no
-square of a finite element overflows, and that sum decides.  The trigger is the reduced value, equal on all ranks:
-either all ranks take the second all_reduce or none does.  Only a step that overflows pays for it.
+[Note: second read]  Without the kernel, the square of a finite float32 gradient overflows beyond 1.8e19, that of a
+float64 one beyond 1e154.  When the reduced sum is not finite, every shard is read again in float64 with a fixed small
+scale, at which no square of a finite element overflows, and that sum decides.  The trigger is the reduced value,
+equal on all ranks: either all ranks take the second all_reduce or none does.  Only a step that overflows pays for it.
 
 Rejected: torch.nn.utils.get_total_norm (float32 sums, a list of small norms, no reduction); a separate finiteness
 check (a second pass); a maximum reduced beside the sum (a second all_reduce).
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from zprecision import checks
+from zprecision.backends.squares import sum_of_squares
 
 _ROW = 1024  # elements of a row of a float64 sum; part of the result's bits
 _NORM_ROW = 128  # elements of a row of a float32 norm, a divisor of _ROW; part of the result's bits
@@ -78,7 +80,7 @@ def inspect(
         finite.
     extra: (k,) or () real; summed over the ranks in the same call. Does not affect found_inf.
     beside: (k,) or () real on the device; numbers of this rank, read with the others in the same wait.
-    squares: sums the squares of this rank's 1-D gradients, () float64, if a faster kernel than torch's is available
+    squares: sums the squares of this rank's 1-D gradients, () float64, in place of the kernel or torch
         (zoptim.sum_of_squares); the norm then has its bits.
 
     Waits for the device once. Raises TypeError or ValueError with the index of an invalid gradient.
@@ -87,7 +89,7 @@ def inspect(
     with torch.no_grad():
         extra_sums = torch.empty(0) if extra is None else extra.detach().reshape(-1)
         device = grads[0].device if grads else extra_sums.device
-        own = _total(_first_read(shards), device) if squares is None else squares(shards).view(1)
+        own = _own_squares(shards, device) if squares is None else squares(shards).view(1)
         vector = torch.cat([own.to(device), extra_sums.to(device, torch.float64)])
         all_reduce(vector)
         norm = vector[0].sqrt()
@@ -175,6 +177,12 @@ def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
                 " inspect each device separately and merge with merge_stats()"
             )
     return [grad.detach().reshape(-1) for grad in grads if grad.numel()]
+
+
+def _own_squares(shards: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares, (1,) float64: by the kernel, else by torch."""
+    by_kernel = sum_of_squares(shards)
+    return _total(_first_read(shards), device) if by_kernel is None else by_kernel
 
 
 def _first_read(shards: list[Tensor]) -> list[Tensor]:

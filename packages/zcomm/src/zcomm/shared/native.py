@@ -12,7 +12,6 @@ not checked.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import sys
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any
 
 import attrs
 import torch
+
+from zcomm.shared.sources import source_hash
 
 __all__ = ["Library", "library", "unavailable_reason"]
 
@@ -90,7 +91,7 @@ def _load() -> Library | str:
         remedy = "run python3 tools/dev.py build" if _checkout() else reinstall
         return f"the extension zcomm._shared is not built ({remedy})"
     built_from, folder = module.ffi.string(module.lib.zs_source_hash()).decode(), _checkout()
-    if folder is not None and built_from != _source_hash(folder):
+    if folder is not None and built_from != source_hash(folder):
         return f"the extension zcomm._shared is older than its sources in {folder} (run python3 tools/dev.py build)"
     return Library(module.ffi, module.lib)
 
@@ -100,12 +101,3 @@ def _checkout() -> Path | None:
     folder = PACKAGE.parent.parent
     is_checkout = (folder / "hatch_build.py").is_file() and (folder / "pyproject.toml").is_file()
     return folder if is_checkout else None
-
-
-def _source_hash(folder: Path) -> str:
-    """Hash of the sources, equal to that of hatch_build.py."""
-    total = hashlib.sha256()
-    for path in [folder / "hatch_build.py", *sorted((PACKAGE / "csrc").glob("*.[ch]"))]:
-        text = path.read_bytes()
-        total.update(f"{path.name} {len(text)}\n".encode() + text)
-    return total.hexdigest()[:16]

@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["CSRC", "KernelRule", "kernel_rules", "rule_number", "rules_text", "source_hash"]
+__all__ = ["CSRC", "KernelRule", "generated", "kernel_rules", "rule_number", "rules_text", "source_hash"]
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
@@ -65,12 +65,22 @@ def rules_text(csrc: Path = CSRC, *, include: bool) -> str:
     return "\n".join(lines) + "\n" + "".join(headers)
 
 
+def generated() -> dict[str, str]:
+    """Return the headers that a build makes: name -> text."""
+    return {"zk_table.h": rules_text(include=True)}
+
+
 def source_hash(project: Path) -> str:
     """Return a digest, 16 hexadecimal digits, of the sources of a checkout's extension; without the CUDA text."""
     csrc = project / "src" / "zoptim" / "csrc"
     headers = [path for path in csrc.rglob("*.h") if not path.name.startswith("zk_gpu")]
     total = hashlib.sha256()
-    for path in [project / "hatch_build.py", Path(__file__), *sorted([*csrc.glob("*.c"), *headers])]:
+    for path in [
+        project / "hatch_build.py",
+        project / "pyproject.toml",
+        Path(__file__),
+        *sorted([*csrc.glob("*.c"), *headers]),
+    ]:
         text = path.read_bytes()
         total.update(f"{path.name} {len(text)}\n".encode() + text)
     return total.hexdigest()[:16]

@@ -25,7 +25,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = unflatten(torch.nn.functional.pad(x.float(), (0, padding)), -1, BLOCK)
     peak = blocks.abs().amax(-1)
     is_finite = peak.isfinite()
-    inverse = torch.where(is_finite & (peak >= TINY), 127.0 / peak, 0.0)
+    inverse = torch.where(is_finite & (peak >= TINY), torch.full_like(peak, 127.0) / peak, 0.0)
     codes = torch.where(is_finite.unsqueeze(-1), nearest_even(blocks * inverse.unsqueeze(-1)), 0.0)
     scales = torch.where(peak >= TINY, peak / 127.0, 0.0)
     return codes.to(torch.int8), torch.where(is_finite, scales, torch.nan)

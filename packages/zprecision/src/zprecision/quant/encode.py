@@ -110,8 +110,8 @@ def _stored(codes: Tensor, format: Integers) -> Tensor:
 
 
 def _inverse(top: float, peak: Tensor) -> Tensor:
-    """Return top / peak with a last dim of 1; 0 for groups that count as zero."""
-    return torch.where(peak >= TINY, top / peak, 0.0).unsqueeze(-1)
+    """Return top / peak, rounded once, with a last dim of 1; 0 for groups that count as zero."""
+    return torch.where(peak >= TINY, torch.full_like(peak, top) / peak, 0.0).unsqueeze(-1)
 
 
 def _signed_peak(runs: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _search(runs: Tensor, top: int) -> tuple[Tensor, Tensor]:
     best, scales, codes = torch.full_like(peak, -1.0), torch.zeros_like(peak), torch.zeros_like(runs)
     for point in range(SEARCH_POINTS):
         steps = top - 0.7 + 0.15 * point
-        inverse = torch.where(is_zero, 0.0, -torch.tensor(steps, dtype=torch.float32) / peak)
+        inverse = torch.where(is_zero, 0.0, torch.full_like(peak, -steps) / peak)
         tried = nearest_even(runs * inverse.unsqueeze(-1)).clamp(-top, top - 1)
         dot, square = fold(tried * runs), fold(tried * tried)
         score = torch.where(square > 0, dot * dot / square, 0.0)

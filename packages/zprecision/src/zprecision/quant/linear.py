@@ -15,14 +15,17 @@ Backward passes through x, with the dequantized weight; weights are constants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from zprecision.backends.native import library
 from zprecision.quant.activations import round_activations
-from zprecision.quant.panels import PackedTensor, product_format
+from zprecision.quant.kernels import dense_products, products
+from zprecision.quant.panels import PackedTensor, packed_once, product_format
 from zprecision.quant.tensor import QuantizedTensor
 
 __all__ = ["Weight", "linear", "linear_many"]
@@ -68,7 +71,35 @@ def _check(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
 
 
 def _products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    return [_by_torch(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    found = _packed_by_kernels(flat, weights, biases) | _plain_by_kernels(flat, weights, biases)
+    return [
+        found[index].to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+        if index in found
+        else _by_torch(x, weight, bias)
+        for index, (weight, bias) in enumerate(zip(weights, biases, strict=True))
+    ]
+
+
+def _packed_by_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """Return the products with integer formats by index, in one call; none without kernels."""
+    if library() is None or x.device.type != "cpu":
+        return {}
+    quantized = {index: weight for index, weight in enumerate(weights) if not isinstance(weight, Tensor)}
+    held = {k: weight if isinstance(weight, PackedTensor) else packed_once(weight) for k, weight in quantized.items()}
+    packed = {index: weight for index, weight in held.items() if isinstance(weight, PackedTensor)}
+    matrices = [(weight.data, weight.shape[0], product_format(weight.format)) for weight in packed.values()]
+    outs = products(x, matrices, [biases[index] for index in packed]) if packed else None
+    return dict(zip(packed, outs, strict=True)) if outs is not None else {}
+
+
+def _plain_by_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """Return the products with plain weights by index, read where they lie, for few tokens; none without kernels."""
+    plain = {index: weight for index, weight in enumerate(weights) if isinstance(weight, Tensor)}
+    if not plain or x.dtype == torch.float64 or x.device.type != "cpu":
+        return {}
+    outs = dense_products(x, list(plain.values()), [biases[index] for index in plain])
+    return dict(zip(plain, outs, strict=True)) if outs is not None else {}
 
 
 def _by_torch(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

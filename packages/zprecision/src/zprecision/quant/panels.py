@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zprecision.quant.decode import integer_codes
 from zprecision.quant.formats import BLOCK, Format, Integers, format_name, integers
+from zprecision.quant.kernels import pack_panels
 from zprecision.quant.layout import join_nibbles, padded, unflatten
 from zprecision.quant.tensor import QuantizedTensor, checked, read_header, write_header
 
@@ -99,6 +100,16 @@ def pack(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
     if form is None:
         return quantized
     rows, columns = quantized.shape
+    numel = _num_panels(rows) * _panel_bytes(form, padded(quantized.format, columns))
+    data = torch.empty(numel, dtype=torch.uint8, device=quantized.device)
+    if not pack_panels(quantized.codes, quantized.scales, quantized.mins, form, data):
+        data = pack_rule(quantized, form)
+    return PackedTensor(format=quantized.format, shape=(rows, columns), dtype=quantized.dtype, data=data)
+
+
+def pack_rule(quantized: QuantizedTensor, form: Integers) -> Tensor:
+    """Return the panels of a matrix, in torch."""
+    rows = quantized.shape[0]
     codes = _whole_panels(integer_codes(quantized.format, quantized.codes), rows)
     blocks = codes.view(-1, PANEL_ROWS, codes.shape[-1] // BLOCK, BLOCK)
     if form.bits == 8:
@@ -106,11 +117,11 @@ def pack(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
     else:
         pairs = unflatten(blocks, BLOCK // _LANE // 2, 2, _LANE)
         lanes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
-    vectors = lanes.permute(0, 2, 3, 1, 4).flatten(2)  # panel, block, bytes
+    vectors = lanes.permute(0, 2, 3, 1, 4).flatten(2)  # panels, blocks, bytes
     heads = [_head(part, rows) for part in (quantized.scales, quantized.mins) if part is not None]
     groups = heads[0].shape[1]
-    panels = torch.cat([*heads, vectors.reshape(vectors.shape[0], groups, -1)], dim=-1)
-    return PackedTensor(format=quantized.format, shape=(rows, columns), dtype=quantized.dtype, data=panels.flatten())
+    width = vectors.shape[1] // groups * vectors.shape[2]
+    return torch.cat([*heads, vectors.reshape(vectors.shape[0], groups, width)], dim=-1).flatten()
 
 
 _packed: weakref.WeakKeyDictionary[QuantizedTensor, PackedTensor | QuantizedTensor] = weakref.WeakKeyDictionary()

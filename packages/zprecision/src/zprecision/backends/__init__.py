@@ -1,0 +1,1 @@
+"""The C kernels: loading, instruction sets, threads."""

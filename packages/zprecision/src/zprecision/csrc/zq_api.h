@@ -1,0 +1,89 @@
+/* The interface between Python and the kernels.  hatch_build.py passes the part between the markers to cffi.
+ *
+ * Weights are panels of 16 rows; quant/panels.py documents their bytes.  Every function gives the same bits on every
+ * instruction set and with any number of threads: integer sums are exact, and float operations have one fixed order.
+ */
+#ifndef ZQ_API_H
+#define ZQ_API_H
+#include <stdint.h>
+
+/* cdef begin */
+typedef struct {
+  const uint8_t *data;  /* panels; or rows of floats, see `kind` */
+  const float *bias;    /* (rows,), or NULL */
+  float *out;           /* (tokens, rows) */
+  int64_t rows;
+  int64_t group;        /* elements that share a scale, a multiple of 32 */
+  int32_t bits;         /* 4 or 8 */
+  int32_t offset;       /* the code of zero */
+  int32_t scale_bytes;  /* 2: float16, 4: float32 */
+  int32_t has_mins;
+} zq_matrix;
+
+int zq_levels(void); /* instruction sets of this build, slowest first: 0 .. n-1 */
+const char *zq_level_name(int level);
+int zq_level_runs_here(int level);
+int zq_best_level(void);
+void zq_set_level(int level);
+int zq_get_level(void);
+void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads);
+const char *zq_source_hash(void);
+
+/* Bytes of scratch that the products of `tokens` rows of `columns` elements need. */
+int64_t zq_scratch_bytes(int64_t tokens, int64_t columns);
+/* out = x . weights + bias for every matrix; x: (tokens, columns) float32, which is quantized into `scratch`. */
+void zq_products(const float *x, int64_t tokens, int64_t columns, const zq_matrix *matrices, int64_t num_matrices,
+                 void *scratch, int num_threads);
+/* The same for weights in rows of float32 (dtype 0) or bfloat16 (1), up to 16 tokens. */
+void zq_dense_products(const float *x, int64_t tokens, int64_t columns, const zq_matrix *matrices,
+                       int64_t num_matrices, int dtype, void *scratch, int num_threads);
+/* Codes (tokens, B, 32) and scales (tokens, B) of activations, for tests and for callers that keep them. */
+void zq_quantize_activations(const float *x, int64_t tokens, int64_t columns, int8_t *codes, float *scales);
+
+/* Quantize rows of float32 (dtype 0), bfloat16 (1) or float16 (2), as encode.py does.  rule: 0 search, 1 amax,
+ * 2 minmax, 3 ggml.  group: a multiple of 32; the last group of a row is padded with zeros.  scales and mins are
+ * float16, or float32 if scale_bytes is 4.  Returns 0 if a value or a scale is not finite. */
+typedef struct {
+  const void *values;
+  uint8_t *codes;
+  void *scales, *mins;
+  int64_t rows, columns, group;
+  int32_t dtype, rule, bits, scale_bytes;
+} zq_quantization;
+int zq_quantize(const zq_quantization *job, int num_threads);
+/* Panels of a matrix of (rows, blocks * 32) codes in the order of layout.py. */
+void zq_pack(const uint8_t *codes, const uint8_t *scales, const uint8_t *mins, uint8_t *panels, const zq_matrix *form,
+             int64_t blocks, int is_signed, int num_threads);
+
+/* Sum of squares, in double, of rows of one dtype (numbers as above). */
+double zq_squares(int dtype, int64_t num_rows, const uint64_t *rows, const int64_t *numel, double *partials,
+                  int num_threads);
+int64_t zq_num_partials(int64_t num_rows, const int64_t *numel);
+/* cdef end */
+
+#define ZQ_BLOCK 32
+#define ZQ_PANEL 16
+#define ZQ_MOST_TOKENS 8 /* of a tile */
+#define ZQ_SPAN 16384    /* elements of one partial sum of squares */
+
+/* Activations of a tile of up to 8 tokens: [block][token][32] codes, [block][token] scales and sums of codes. */
+typedef struct {
+  const int8_t *codes;
+  const float *scales;
+  const int32_t *sums;
+  int tokens;
+} zq_tile;
+
+/* The functions of one instruction set; zq_kern.c is compiled once for each. */
+typedef struct {
+  void (*panel)(const zq_matrix *, const uint8_t *panel, int64_t blocks, const zq_tile *, float (*out)[ZQ_PANEL]);
+  void (*dense)(int dtype, const void *row, const float *x, int64_t columns, int64_t stride, int tokens, float *out);
+  void (*activations)(const float *x, int64_t columns, int64_t blocks, int8_t *codes, float *scales, int32_t *sums,
+                      int64_t stride);
+  int (*quantize)(const zq_quantization *, int64_t row, float *buffer);
+  void (*pack)(const uint8_t *codes, uint8_t *vectors, int64_t row_bytes, int64_t rows, int64_t blocks,
+               int64_t block_stride, int bits, int is_signed);
+  double (*squares)(int dtype, const void *row, int64_t numel);
+} zq_kernels;
+
+#endif
