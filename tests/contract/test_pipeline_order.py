@@ -111,9 +111,19 @@ def test_stages_launch_their_messages_in_one_order(schedule: str, ranks: int) ->
     assert not found.found, found.text()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize(("split", "ranks"), [(name, count) for name in list(SPLITS)[1:] for count in (2, 4, 8)])
-def test_stages_that_are_split_otherwise_launch_in_one_order(split: str, ranks: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("split", "schedule", "ranks"),
+    [
+        *(
+            (split, schedule, ranks)
+            for split in list(SPLITS)[1:]
+            for schedule in ("1f1b", "interleaved")
+            for ranks in (2, 4)
+        ),
+        ("tensor", "1f1b", 8),
+    ],
+)
+def test_stages_that_are_split_otherwise_launch_in_one_order(split: str, schedule: str, ranks: int) -> None:
     found = check(pipeline(SPLITS[split], schedule, ranks))
     assert found.is_settled
     assert not found.found, found.text()
