@@ -164,6 +164,15 @@ def test_steps_that_are_skipped_at_the_beginning_do_not_count() -> None:
     assert sum(applied) > NUM_EAGER + 1
 
 
+def test_a_step_is_captured_soon_after_a_gradient_that_was_not_finite() -> None:
+    with contextlib.closing(make_engine(1, "bf16")) as engine:
+        step = zengine.capture_step(engine, lambda values: engine(values).float().square().mean())
+        for at, (values, _) in enumerate(batches("bf16", NUM_EAGER + 4)):
+            report = step(values * float("nan") if at == 1 else values)
+            assert report.applied == (at != 1)
+        assert engine.parts.partition.reducer.non_finite_probe.steps_left > 0
+
+
 def test_what_the_graph_contains_must_stay() -> None:
     with contextlib.closing(make_engine(1, "bf16")) as engine:
         step, more = capture(engine)

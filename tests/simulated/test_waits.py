@@ -24,7 +24,6 @@ PROVED = {
     "mover.CudaMover._end_down: self.down.record_event()": "is what the line above waits for",
     "handles._Continuation.wait_for: self.handle.wait_for(seconds)": "bounds the time of the wait that follows",
     "handles._Continuation.wait_for: self.handle.wait_for(until_s - time.monotonic())": "the caller calls wait()",
-    "reducer.GradientReducer._may_wait: self.flights[0].handle.wait_for(self.patience_s)": "the caller calls wait()",
     "instants.DeviceInstants.synchronize: self.last.pop().synchronize()": "one wait in the place of many: each "
     "interval waits for its own event",
     "spans.Stopwatch.micro_ms: self._device.synchronize()": "the same",

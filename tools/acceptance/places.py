@@ -18,7 +18,7 @@ __all__ = ["CACHE", "RESULTS", "build_kernels", "child_environment", "commit", "
 RESULTS = repo.ROOT / "bench" / "results" / "gpu"
 CACHE = repo.ROOT / ".cache" / "gpu_acceptance"
 CONTRACT = repo.ROOT / "tests" / "contract"
-KERNELS = ("zoptim", "zcomm")  # packages with a hatch_build.py
+KERNELS = tuple(path.parent.name for path in sorted(repo.ROOT.glob("packages/*/hatch_build.py")))
 
 
 def child_environment(device: str, schedule: str) -> dict[str, str]:

@@ -7,7 +7,8 @@ kernels on the same memory, and the host decides nothing while it runs.
 Design.  `capture_step(engine, loss_function)` returns a function that trains on one batch and returns its report.
 Its first `NUM_EAGER` updates are plain steps, which allocate memory and compile kernels; the next call captures and
 replays, every later one replays.  So no step is lost to warm-up, and weights, states, schedule and reports are those
-of plain steps, bit for bit.  What the host decides in a plain step is decided in the graph:
+of plain steps, bit for bit (but a report of a replay does not name the parameter whose gradient is not finite).  What
+the host decides in a plain step is decided in the graph:
 
   - batches are copied into fixed memory; learning rates are read from device memory, which the call writes;
   - the divisor (loss scale, clipping) is computed on the device, and `found_inf` lets the optimizer's kernels skip;
@@ -121,15 +122,16 @@ class CapturedStep:
         self.inputs = tuple(torch.empty_like(each, device=device) for each in batch)
         self._load(batch)  # a real batch, for code that looks at values
         self.rates = tuple(torch.zeros((), dtype=torch.float64, device=device) for _ in self._optimizer.param_groups)
-        squares = _Squares.of(self.engine)
-        graph = torch.cuda.CUDAGraph()
+        squares, reducer = _Squares.of(self.engine), self.engine.parts.partition.reducer
+        graph, probe = torch.cuda.CUDAGraph(), reducer.non_finite_probe
+        num_probed, probe.steps_left = probe.steps_left, 0  # it reads gradients on the host
         try:
             with torch.cuda.graph(graph):
                 self._record(squares)
         finally:
             self.engine.parts.partition.zero_grad()
             self.engine.clock.begin_step()
-        reducer = self.engine.parts.partition.reducer
+            probe.steps_left = num_probed
         self.held = (squares, *reducer.pool.free, reducer.pool.arena, *(each.store for each in reducer.gradients))
         self.graph, self.captured = graph, (self._addresses(), self._options())
 

@@ -48,7 +48,7 @@ class Round(enum.Enum):
 
     NONE = "none"  # no backward is running
     LOCAL = "local"  # accumulates on this rank: costs a full local gradient until a SENDING round
-    SENDING = "sending"  # every bucket is sent once, in index order
+    SENDING = "sending"  # every bucket is sent once, in an order that all ranks share
 
 
 @final

@@ -25,8 +25,10 @@ ranks of one stage only, and they keep their place among its messages; so the sc
 the times.
 
 Where a backward differs from the first one, buckets leave too early (their gradients are then late, and from the next
-step on they leave at the end) or too late, but in one order in any case.  Launches through torch's own functions
-count if `zcomm.launching` announces them.
+step on they leave at the end) or too late, but in one order in any case.  Two things the clock cannot know.  Launches
+through torch's own functions count only if `zcomm.launching` announces them.  And a backward whose first round had no
+other launches, in a model without splits and units, is taken to have none later: a loss that begins to communicate in
+mid-training must do so from the first step on.
 
 Rejected.  Sending in the order of arrival (it depends on data); all gradients after the backward (nothing overlaps);
 one communicator for everything (a mismatch becomes a wrong sum); a message in each backward that says what is

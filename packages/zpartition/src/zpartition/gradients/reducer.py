@@ -27,8 +27,8 @@ units in one order.
 
 Outside a round the hooks do nothing, as when a GAN's generator trains through its discriminator: `.grad` behaves as
 in plain torch.  At most `IN_FLIGHT_LIMIT` buckets are in flight, which bounds memory when gradients are sharded.  To
-wait for one of them cannot end in a deadlock, see [Note: no circle] in launch_order.py.  Sparse rows, whose exchange
-waits for their lengths, are sent last.
+wait for one of them cannot end in a deadlock if every launch is heard, see [Note: no circle] in launch_order.py.
+Sparse rows, whose exchange waits for their lengths, are sent last.
 
 Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data); sending
 buckets in order of completion (differs between ranks); autograd's private end-of-backward callback

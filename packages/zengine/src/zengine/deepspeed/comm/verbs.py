@@ -77,6 +77,7 @@ def all_reduce(
         return _finish(averaged, async_op)
     if op in _OPS:
         return _finish(_all_reduce_dense(tensor, _OPS[op], group, log_name), async_op)
+    zcomm.launching("all_reduce", group)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
@@ -116,6 +117,7 @@ def reduce(
     async_op: bool = False,
 ) -> Any:
     """Reduce to rank `dst` of the world."""
+    zcomm.launching("reduce", group)
     return dist.reduce(tensor, dst=dst, op=op, group=group, async_op=async_op)
 
 
@@ -129,6 +131,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Any:
     """Sum `input_list[i]` over the ranks into rank i's `output`."""
+    zcomm.launching("reduce_scatter", group)
     return dist.reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
 
 
@@ -149,6 +152,7 @@ def reduce_scatter_tensor(
             ),
             async_op,
         )
+    zcomm.launching("reduce_scatter_tensor", group)
     return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
@@ -164,6 +168,7 @@ def all_gather(
     async_op: bool = False,
 ) -> Any:
     """Gather rank i's `tensor` into `tensor_list[i]`."""
+    zcomm.launching("all_gather", group)
     return dist.all_gather(list(tensor_list), tensor, group=group, async_op=async_op)
 
 
@@ -180,6 +185,7 @@ def all_gather_into_tensor(
             output_tensor.view(-1), tensor.view(-1), group, async_op=True, label="all_gather_into_tensor"
         )
         return _finish(handle, async_op)
+    zcomm.launching("all_gather_into_tensor", group)
     return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
 
 
@@ -220,6 +226,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async
     if tensor.is_contiguous():
         source = get_all_ranks_from_group(group).index(src) if group is not None else src
         return _finish(zcomm.broadcast(tensor, group, source=source, async_op=True), async_op)
+    zcomm.launching("broadcast", group)
     return dist.broadcast(tensor, src=src, group=group, async_op=async_op)
 
 
@@ -245,6 +252,7 @@ def all_to_all_single(
     """Send slice r of `tensor` to rank r; slice r of `output` comes from rank r."""
     received = None if output_split_sizes is None else list(output_split_sizes)
     sent = None if input_split_sizes is None else list(input_split_sizes)
+    zcomm.launching("all_to_all_single", group)
     return dist.all_to_all_single(output, tensor, received, sent, group=group, async_op=async_op)
 
 
@@ -259,6 +267,7 @@ def all_to_all(
     Equal sizes work on every backend, other sizes on backends with all_to_all.
     """
     if len({tensor.shape for tensor in (*output_tensor_list, *input_tensor_list)}) != 1:
+        zcomm.launching("all_to_all", group)
         return dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group=group, async_op=async_op)
     sent = torch.stack(list(input_tensor_list)).view(-1)
     received = torch.empty_like(sent)
@@ -281,6 +290,7 @@ def gather(
     async_op: bool = False,
 ) -> Any:
     """Gather every rank's `tensor` into `gather_list` of rank `dst`."""
+    zcomm.launching("gather", group)
     return dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op)
 
 
@@ -294,6 +304,7 @@ def scatter(
     async_op: bool = False,
 ) -> Any:
     """Scatter `scatter_list[r]` of rank `src` into rank r's `tensor`."""
+    zcomm.launching("scatter", group)
     return dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op)
 
 
