@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_decoders import HEADS, SIZE, TIME, VOCABULARY, WIDTH, Block, model
+from small_decoders import HEADS, SIZE, TIME, VOCABULARY, WIDTH, Block, Model, model
 from torch import Tensor, nn
 
 from zengine.inference.cache import KVCache
@@ -138,6 +138,52 @@ def test_verification_finds_a_wrong_decoder() -> None:
     subject.blocks[1].shrink.bias = nn.Parameter(torch.ones(WIDTH))  # another tensor: the decoder keeps the old one
     with pytest.raises(NotRecognized, match="the decoder made from Model differs from it"):
         verify(decoder, subject)
+
+
+class Masked(Block):
+    """A window of 32 that no attribute names."""
+
+    def seen(self, time: int) -> Tensor:
+        distance = torch.arange(time)[:, None] - torch.arange(time)
+        return (distance >= 0) & (distance < 32)
+
+
+def test_verification_finds_a_window_that_is_longer_than_the_observed_pass() -> None:
+    subject = model(block=Masked)
+    with pytest.raises(NotRecognized, match="differs from it on 272 tokens"):
+        verify(recognize(subject), subject)
+    verify(recognize(subject), subject, longest=31)  # what it computes up to there
+
+
+class Lengthening(nn.Module):
+    """Rotary tables whose base grows with the length, as in dynamic NTK scaling."""
+
+    def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        base = 10_000.0 if len(places) <= 32 else 80_000.0
+        angles = torch.outer(places, base ** -torch.arange(0, 1, 2 / SIZE))
+        return angles.cos(), angles.sin()
+
+
+class Dynamic(Model):
+    """A model with such tables."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.turns = Lengthening()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, (cos, sin) = self.tokens(ids), self.turns(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+def test_positions_that_change_with_the_length_are_not_cached() -> None:
+    torch.manual_seed(0)
+    decoder = recognize(Dynamic().eval())
+    DecoderPass(decoder, KVCache.create(decoder, 1, 32))
+    with pytest.raises(ValueError, match=r"change with the length of a sequence.*use the module itself"):
+        DecoderPass(decoder, KVCache.create(decoder, 1, 40))
 
 
 def test_a_prompt_in_parts_gives_the_logits_of_the_whole() -> None:

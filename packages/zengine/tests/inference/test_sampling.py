@@ -67,8 +67,13 @@ def test_an_extreme_number_still_gives_a_token() -> None:
 
 
 def test_logits_that_are_not_numbers_raise() -> None:
-    with pytest.raises(ValueError, match="all NaN or infinite"):
-        choose(torch.full((4,), torch.nan), Sampling(), (), 0.5)
+    for bad in ([0.0, torch.nan, 1.0], [0.0, torch.inf], [-torch.inf] * 3):
+        with pytest.raises(ValueError, match="contain NaN or infinity"):
+            choose(torch.tensor(bad), Sampling(), (), 0.5)
+
+
+def test_a_tiny_temperature_takes_the_likeliest() -> None:
+    assert choose(LOGITS, Sampling(temperature=1e-310), (), 0.9)[0] == 3
 
 
 @pytest.mark.parametrize(

@@ -82,3 +82,22 @@ def test_shapes_that_do_not_fit_are_rejected(normal: Normal) -> None:
         zp.linear(torch.ones(2, 64), weight, torch.ones(15))
     with pytest.raises(TypeError, match=r"x is torch\.int64"):
         zp.linear(torch.ones(2, 64, dtype=torch.int64), weight)
+
+
+def test_weights_and_biases_on_another_device_are_rejected(normal: Normal) -> None:
+    packed = zp.pack(zp.quantize(normal(32, 64), "int8"))
+    with pytest.raises(ValueError, match="x is on cpu, weight and bias are on meta"):
+        zp.linear(torch.ones(1, 64), packed.to("meta"))
+    with pytest.raises(ValueError, match="x is on cpu, weight and bias are on cpu, meta"):
+        zp.linear(torch.ones(1, 64), packed, torch.ones(32, device="meta"))
+
+
+def test_biases_and_plain_weights_are_trained_although_x_is_not(normal: Normal) -> None:
+    x, bias = normal(3, 64), torch.zeros(32, requires_grad=True)
+    zp.linear(x, zp.quantize(normal(32, 64), "int8"), bias).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((32,), 3.0))
+    weight = normal(32, 64).requires_grad_()
+    zp.linear(x, weight).sum().backward()
+    assert weight.grad is not None
+    assert torch.allclose(weight.grad, x.sum(0).expand(32, 64), atol=1e-5)

@@ -85,3 +85,19 @@ def test_packed_tensors_are_checked(normal: Normal) -> None:
         zp.PackedTensor.from_state_dict(state | {"header": header(format="q4_k")})
     with pytest.raises(ValueError, match=r"a matrix is needed, and the shape is \(2, 3, 64\)"):
         zp.pack(zp.quantize(normal(2, 3, 64), "int4"))
+
+
+def test_forged_panels_are_copied_and_empty_rows_are_rejected(normal: Normal) -> None:
+    packed = zp.pack(zp.quantize(normal(32, 64), "int8"))
+    assert isinstance(packed, zp.PackedTensor)
+    state = packed.state_dict()
+    state["panels"] = torch.zeros(1, dtype=torch.uint8).expand(packed.nbytes)
+    again = zp.PackedTensor.from_state_dict(state)
+    assert again.data.is_contiguous()
+    assert torch.equal(zp.linear(torch.ones(1, 64), again), torch.zeros(1, 32))
+    header = json.loads(bytes(state["header"].tolist()))
+    forged = torch.frombuffer(bytearray(json.dumps({**header, "shape": [4, 0]}).encode()), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"shape \[4, 0\]: its rows are empty"):
+        zp.PackedTensor.from_state_dict({"header": forged, "panels": torch.empty(0, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match=r"quantize: the tensor is \(4, 0\): its rows are empty"):
+        zp.quantize(torch.empty(4, 0), "int4-g32")

@@ -17,9 +17,11 @@ from torch import Tensor
 from zengine.inference.attend import attend, causal_mask
 from zengine.inference.cache import KVCache
 from zengine.inference.observe import tensors_in
-from zengine.inference.structure import MLP, Attention, Block, Decoder, MLPInput
+from zengine.inference.structure import MLP, Attention, Block, Decoder, MLPInput, Rotary
 
 __all__ = ["DecoderPass"]
+
+_FEW = 16  # positions for which the tables are made twice
 
 
 @final
@@ -33,7 +35,7 @@ class DecoderPass:
         for block in decoder.blocks:
             rotary = block.attention.rotary
             if rotary is not None and id(rotary.make_tables) not in self._tables:
-                self._tables[id(rotary.make_tables)] = rotary.make_tables(cache.capacity)
+                self._tables[id(rotary.make_tables)] = _tables(rotary, cache.capacity)
 
     @torch.no_grad()
     def forward(self, ids: Tensor, slot: int) -> Tensor:
@@ -90,6 +92,18 @@ class DecoderPass:
         mask = causal_mask(positions, torch.arange(end, device=x.device), attention.window)[None]
         mixed = attend(query, keys, values, mask, scale=attention.scale, softcap=attention.softcap)
         return attention.out(mixed)
+
+
+def _tables(rotary: Rotary, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return the tables of all positions.  Raises ValueError if they depend on how many there are."""
+    found = rotary.make_tables(capacity)
+    few = rotary.make_tables(min(capacity, _FEW))
+    if not all(torch.equal(table[: len(other)], other) for table, other in zip(found, few)):
+        raise ValueError(
+            f"the rotary positions of this model change with the length of a sequence, so keys cannot be cached for "
+            f"{capacity} positions: use the module itself"
+        )
+    return found
 
 
 def _add(x: Tensor, written: Tensor, factor: float) -> Tensor:

@@ -86,7 +86,7 @@ class Constants:
         said: list[Any] = [
             value or 0 for name, value in own if "window" in name and isinstance(value, (int, type(None)))
         ]
-        windows: list[Any] = said or [value for name, value in numbers if name == "sliding_window" and value]
+        windows: list[Any] = said or [value for name, value in numbers if "window" in name and value > 1]
         return cls(numbers, tuple(dict.fromkeys((*map(int, windows), *(() if said else (0,))))))
 
     def named(self, *parts: str) -> list[float]:

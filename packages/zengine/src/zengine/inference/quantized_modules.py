@@ -18,6 +18,9 @@ from zprecision.quant import Format, PackedTensor, QuantizedTensor, linear
 __all__ = ["QuantizedLinear", "linear_weights", "quantize_linears"]
 
 
+_READERS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # use the weights of their children as tensors
+
+
 @final
 class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight, (out_features, in_features); products by zprecision."""
@@ -38,9 +41,7 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        like = fn(torch.empty(0, device=self.weight.device))
-        if like.device != self.weight.device and isinstance(self.weight, QuantizedTensor):
-            self.weight = self.weight.to(like.device)
+        self.weight = self.weight.to(fn(torch.empty(0, device=self.weight.device)).device)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -48,17 +49,35 @@ class QuantizedLinear(nn.Module):
         for name, part in self.weight.state_dict().items():
             destination[f"{prefix}weight.{name}"] = part
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
         begin = f"{prefix}weight."
         parts = {name.removeprefix(begin): state.pop(name) for name in list(state) if name.startswith(begin)}
-        super()._load_from_state_dict(state, prefix, *others)
-        if parts:
-            self.weight = type(self.weight).from_state_dict(parts)
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+        if not parts:
+            missing.append(f"{prefix}weight")
+            return
+        try:
+            weight = type(self.weight).from_state_dict(parts)
+        except ValueError as error:
+            errors.append(f"{prefix}weight: {error}")
+            return
+        if weight.shape != self.weight.shape:
+            errors.append(f"{prefix}weight has the shape {weight.shape} in the state, {self.weight.shape} here")
+        else:
+            self.weight = weight.to(self.weight.device)
 
 
 def linear_weights(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield (name, layer, weight as (out, in)) of each linear layer; Transformers' Conv1D has its transpose."""
+    """Yield (name, layer, weight as (out, in)) of each linear layer; Transformers' Conv1D has its transpose.
+
+    Leaves out the layers of torch's own transformer blocks, which read their weights themselves.
+    """
+    fused = {id(child) for each in module.modules() if isinstance(each, _READERS) for child in each.children()}
     for name, layer in module.named_modules():
+        if id(layer) in fused:
+            continue
         weight = getattr(layer, "weight", None)
         if type(layer) is nn.Linear:
             yield name, layer, layer.weight

@@ -47,6 +47,11 @@ def run_module(model: nn.Module, ids: Tensor) -> Tensor:
     return next(tensors_in(model(ids)))
 
 
+def learnt_positions(model: nn.Module) -> int:
+    """Return the longest sequence by the model's config; 0 if it says nothing."""
+    return int(getattr(getattr(model, "config", None), "max_position_embeddings", 0) or 0)
+
+
 @torch.no_grad()
 def recognize(
     model: nn.Module, run: Callable[[nn.Module, Tensor], Any] = run_module, *, num_tokens: int = _PROBE_NUMEL
@@ -62,9 +67,9 @@ def recognize(
     if model.training:
         raise ValueError("recognize() needs a model in eval mode: call model.eval() first")
     config = getattr(model, "config", None)
-    window = getattr(config, "sliding_window", None)
-    if isinstance(window, int) and 0 < window <= _MOST_WINDOW:
-        num_tokens = max(num_tokens, window + 8)
+    windows = Constants.of((), config).windows
+    num_tokens = max((num_tokens, *(window + 8 for window in windows if window <= _MOST_WINDOW)))
+    num_tokens = min(num_tokens, learnt_positions(model) or num_tokens)
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise NotRecognized(f"{type(model).__name__} has no embedding of tokens")

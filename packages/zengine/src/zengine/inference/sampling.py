@@ -60,11 +60,11 @@ def choose(logits: Tensor, rule: Sampling, seen: Sequence[int], number: float) -
     logits: (vocabulary,) floating.  seen: tokens of prompt and sample so far, for the repetition penalty.
     number: in [0, 1); unused if the rule is greedy.
 
-    Raises ValueError if no logit is finite.
+    Raises ValueError if a logit is NaN or infinite; -infinity excludes a token, but not all.
     """
     logits = logits.detach().to("cpu", torch.float64)
-    if not torch.isfinite(logits).any():
-        raise ValueError("the model's logits are all NaN or infinite: no token can be chosen")
+    if torch.isnan(logits).any() or not torch.isfinite(logits.max()):
+        raise ValueError("the model's logits contain NaN or infinity, or are all -infinity: no token can be chosen")
     token = _choose(logits, rule, seen, number)
     return token, (logits[token] - torch.logsumexp(logits, 0)).item()
 
@@ -78,7 +78,7 @@ def _choose(logits: Tensor, rule: Sampling, seen: Sequence[int], number: float) 
         logits = logits.index_copy(0, at, penalized)
     if rule.is_greedy:
         return int(logits.argmax())
-    ordered, tokens = torch.sort(logits / rule.temperature, descending=True, stable=True)
+    ordered, tokens = torch.sort((logits - logits.max()) / rule.temperature, descending=True, stable=True)
     if rule.top_k:
         ordered = ordered[: rule.top_k]
     cumulated = torch.softmax(ordered, 0).cumsum(0)

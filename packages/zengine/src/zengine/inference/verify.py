@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
-from zengine.inference.recognize import NotRecognized, run_module
+from zengine.inference.recognize import NotRecognized, learnt_positions, run_module
 from zengine.inference.structure import Decoder
 
 __all__ = ["Verified", "verify"]
+
+LONG = 272  # tokens of the longest pass: above the usual windows of 256
 
 # Largest accepted difference of logits, relative to their largest magnitude.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -34,9 +36,11 @@ def verify(
     run: Callable[[nn.Module, Tensor], Any] = run_module,
     *,
     num_tokens: int = 24,
+    longest: int = LONG,
     seed: int = 1,
 ) -> Verified:
-    """Run both on random tokens and compare the logits of every position.
+    """Run both on random tokens and compare the logits of every position, also in one pass over `longest` tokens, or
+    as many as the model has positions.
 
     Raises NotRecognized if they differ by more than the tolerance of the weights' dtype.
     """
@@ -44,15 +48,36 @@ def verify(
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
         wanted = run(model, ids)[0].double()
+    _verify_long(decoder, model, run, longest, seed)
     steps = DecoderPass(decoder, KVCache.create(decoder, 2, num_tokens))
     whole = steps.forward_all(ids[0], 0)
     alone = torch.stack([steps.forward(ids[0, at : at + 1], 1) for at in range(num_tokens)])
-    largest = wanted.abs().max()
-    errors = [((found - wanted).abs().max() / largest).item() for found in (whole, alone)]
-    most = TOLERANCE[decoder.embedding.tokens.dtype]
-    if not max(errors) <= most:
-        raise NotRecognized(
-            f"the decoder made from {type(model).__name__} differs from it: logits by {max(errors):.2g} of the "
-            f"largest, more than {most:.0e}"
-        )
+    errors = [_error(found, wanted) for found in (whole, alone)]
+    _check(max(errors), decoder, model, num_tokens)
     return Verified(prompt_error=errors[0], decode_error=errors[1])
+
+
+def _verify_long(
+    decoder: Decoder, model: nn.Module, run: Callable[[nn.Module, Tensor], Any], longest: int, seed: int
+) -> None:
+    """Compare one pass over many tokens: windows and positions may only show there."""
+    num_tokens = min(longest, decoder.max_positions or longest, learnt_positions(model) or longest)
+    vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
+    ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
+    with torch.no_grad():
+        wanted = run(model, ids)[0].double()
+    found = DecoderPass(decoder, KVCache.create(decoder, 1, num_tokens)).forward_all(ids[0], 0)
+    _check(_error(found, wanted), decoder, model, num_tokens)
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def _check(error: float, decoder: Decoder, model: nn.Module, num_tokens: int) -> None:
+    most = TOLERANCE[decoder.embedding.tokens.dtype]
+    if not error <= most:
+        raise NotRecognized(
+            f"the decoder made from {type(model).__name__} differs from it on {num_tokens} tokens: logits by "
+            f"{error:.2g} of the largest, more than {most:.0e}"
+        )

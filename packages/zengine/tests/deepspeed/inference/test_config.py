@@ -51,6 +51,8 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
         ("save_mp_checkpoint_path", "here", "a checkpoint has whole weights, and each rank reads its part"),
         ("enable_cuda_graph", True, "CUDA graphs are not captured. Use torch.compile"),
         ("quant", {"weight": {"num_bits": 3}}, "must be 8 or 4"),
+        ("quant", {"weight": {"post_init_quant": {"fc": 5}}}, "which is no object"),
+        ("quant", {"weight": {"post_init_quant": {"fc": {"symmetric": "false"}}}}, "must be true or false"),
         ("quant", {"activation": {"num_bits": 4}}, "products round activations to 8 bits"),
         ("quant", {"weight": {"post_init_quant": {"fc": {"group_size": 48}}}}, "group_size 32, 64 or 128"),
         ("use_triton", True, "there are no Triton kernels"),

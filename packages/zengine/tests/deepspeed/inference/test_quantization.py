@@ -59,6 +59,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"dtype": "int8", "quant": {"weight": {"quantized_initialization": {"up": {"num_bits": 4}}}}},
         ["int4-minmax", "int8", "int4-minmax", "int8", "int8"],
     ),
+    "patterns and a general format": (
+        {"dtype": "fp32", "quant": {"weight": {"num_bits": 4, "post_init_quant": {"up": {"num_bits": 8}}}}},
+        ["int8-minmax", "int4", "int8-minmax", "int4", "int4"],
+    ),
     "off": ({"dtype": "fp32", "quant": {"enabled": False}}, [""] * 5),
     "weights off": ({"dtype": "fp32", "quant": {"weight": {"enabled": False}}}, [""] * 5),
 }
@@ -102,6 +106,29 @@ def test_quantized_layers_are_saved_and_loaded() -> None:
     again = deepspeed.init_inference(other, {"dtype": "int8"})
     again.module.load_state_dict(state)
     assert torch.equal(again(torch.arange(10)), engine(torch.arange(10)))
+
+
+def test_states_that_do_not_fit_are_named() -> None:
+    engine = deepspeed.init_inference(Model(), {"dtype": "int8"})
+    state = engine.module.state_dict()
+    other = {name: part for name, part in state.items() if not name.startswith("head.weight")}
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.weight"):
+        engine.module.load_state_dict(dict(other))
+    swapped = {**state, **{name: state[name.replace("up", "down")] for name in state if ".up.weight" in name}}
+    with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight has the shape \(64, 96\) in the state"):
+        engine.module.load_state_dict(swapped)
+
+
+def test_torchs_own_encoder_blocks_stay_as_they_are() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+    engine = deepspeed.init_inference(nn.Sequential(encoder, nn.Linear(16, 4)), {"dtype": "int8"})
+    assert engine(torch.randn(2, 3, 16)).shape == (2, 3, 4)
+    assert isinstance(engine.module[1], QuantizedLinear)
+
+
+def test_weights_move_with_the_module() -> None:
+    module = deepspeed.init_inference(Model(), {"dtype": "int8"}).module.to("meta")
+    assert {each.weight.device.type for each in module.modules() if isinstance(each, QuantizedLinear)} == {"meta"}
 
 
 def test_bytes_are_those_of_the_format() -> None:

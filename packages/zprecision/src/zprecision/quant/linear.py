@@ -38,7 +38,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, in the dtype of x.
 
     x: (..., in_features) of a floating dtype, on the device of the weight. weight: (out_features, in_features). bias:
-    (out_features,) or None. Raises ValueError for shapes that do not fit.
+    (out_features,) or None. On a CPU a `QuantizedTensor` keeps a packed copy of itself from its first product on;
+    pass `pack(weight)` to have one copy. Raises ValueError for shapes and devices that do not fit.
     """
     return linear_many(x, [weight], [bias])[0]
 
@@ -48,12 +49,15 @@ def linear_many(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | 
     biases = [None] * len(weights) if biases is None else biases
     for weight, bias in zip(weights, biases, strict=True):
         _check(x, weight, bias)
-    if torch.is_grad_enabled() and x.requires_grad:
+    given = [x, *(each for each in (*weights, *biases) if isinstance(each, Tensor))]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in given):
         return [_apply(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return _products(x, weights, biases)
 
 
 def _apply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        return _by_torch(x, weight, bias)
     product: Tensor = _QuantizedProduct.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return product
 
@@ -66,6 +70,11 @@ def _check(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
         )
     if bias is not None and tuple(bias.shape) != shape[:1]:
         raise ValueError(f"linear: bias is {tuple(bias.shape)} and must be {shape[:1]}")
+    others = [weight.device, *(() if bias is None else (bias.device,))]
+    if any(device != x.device for device in others):
+        raise ValueError(
+            f"linear: x is on {x.device}, weight and bias are on {', '.join(map(str, others))}: move them"
+        )
     if not x.is_floating_point():
         raise TypeError(f"linear: x is {x.dtype}; pass a floating dtype")
 

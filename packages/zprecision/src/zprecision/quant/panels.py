@@ -54,6 +54,10 @@ class PackedTensor:
         """Return its device."""
         return self.data.device
 
+    def to(self, device: torch.device | str) -> PackedTensor:
+        """Return it on another device."""
+        return attrs.evolve(self, data=self.data.to(device))
+
     def unpack(self) -> QuantizedTensor:
         """Return the quantized tensor that was packed, bit for bit."""
         return _unpack(self)
@@ -80,7 +84,7 @@ class PackedTensor:
                 f"'panels' of {format_name(format)} for the shape {shape} must be uint8 of {(wanted,)}, and is "
                 f"{data.dtype} of {tuple(data.shape)}"
             )
-        return cls(format=format, shape=(shape[0], shape[1]), dtype=dtype, data=data)
+        return cls(format=format, shape=(shape[0], shape[1]), dtype=dtype, data=data.contiguous())
 
 
 def product_format(format: Format) -> Integers | None:

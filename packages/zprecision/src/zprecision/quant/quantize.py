@@ -18,12 +18,18 @@ def quantize(tensor: Tensor, format: Format | str) -> QuantizedTensor:
     """Return `tensor`, (..., K) of a floating dtype on any device, in `format`: a value, or its text ("int4-g64").
 
     Groups lie along the last dim. Every row is quantized by itself, so parts of a tensor may be quantized one by one.
-    Raises ValueError for values that are not finite or too large for the scales, TypeError for another dtype.
+    Scales of the integer formats are float16: groups whose largest magnitude is below about 1e-5 lose precision, and
+    become zero below 4e-6.
+
+    Raises ValueError for values that are not finite or too large for the scales, and for empty rows; TypeError for
+    another dtype.
     """
     if not tensor.is_floating_point():
         raise TypeError(f"quantize: the tensor is {tensor.dtype}; pass a floating dtype")
     if not tensor.dim():
         raise ValueError("quantize: the tensor has no dims; groups lie along the last one")
+    if not tensor.shape[-1]:
+        raise ValueError(f"quantize: the tensor is {tuple(tensor.shape)}: its rows are empty")
     form = format_named(format) if isinstance(format, str) else format
     with torch.no_grad():
         parts = encode_integers(tensor.detach(), form) or encode(tensor.detach(), form)  # which explains failures

@@ -155,6 +155,8 @@ def read_header(state: Mapping[str, Tensor]) -> tuple[Format, tuple[int, ...], t
         raise ValueError(f"the header of a quantized tensor is damaged: {error}") from error
     if not isinstance(shape, list) or not shape or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"the header of a quantized tensor has the shape {shape!r}: it must list integers >= 0")
+    if not shape[-1]:
+        raise ValueError(f"the header of a quantized tensor has the shape {shape!r}: its rows are empty")
     return format, tuple(shape), dtype
 
 

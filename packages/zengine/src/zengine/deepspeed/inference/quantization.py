@@ -27,8 +27,8 @@ _GROUPS = (32, 64, 128)
 
 
 def _read_bits(value: object) -> int:
-    if value in (4, 8) and not isinstance(value, bool):
-        return int(str(value))
+    if isinstance(value, (int, float)) and value in (4, 8):
+        return int(value)
     raise Mismatch("must be 8 or 4")
 
 
@@ -42,7 +42,11 @@ def _read_patterns(value: object) -> dict[str, dict[str, Any]]:
         raise Mismatch("must map parts of layer names to {num_bits, group_size, group_dim, symmetric}")
     found = {}
     for name, given in value.items():
+        if not isinstance(given, Mapping):
+            raise Mismatch(f"has {name!r}: {given!r}, which is no object with num_bits, group_size, ...")
         one = {"num_bits": 8, "group_size": 32, "group_dim": 1, "symmetric": False, **given}
+        if one["symmetric"] not in (0, 1):  # true and false are
+            raise Mismatch(f"has {name!r} with symmetric: {one['symmetric']!r}, which must be true or false")
         unknown = sorted(set(one) - {"num_bits", "group_size", "group_dim", "symmetric"})
         if unknown or one["num_bits"] not in (4, 8) or one["group_size"] not in _GROUPS or one["group_dim"] != 1:
             raise Mismatch(
@@ -105,14 +109,14 @@ def read_quantization(dtype: torch.dtype, section: Mapping[str, Any]) -> WeightQ
     weight = dict(section.get("weight") or {})
     is_on = bool(section) and section.get("enabled", True) and weight.get("enabled", True)
     patterns = tuple(
-        (part, _format(one["num_bits"], one["symmetric"], one["group_size"]))
+        (part, _format(one["num_bits"], bool(one["symmetric"]), one["group_size"]))
         for key in ("quantized_initialization", "post_init_quant")
         for part, one in _read_patterns(weight.get(key) or {}).items()
         if is_on
     )
-    if is_on and not patterns:
+    if is_on and (not patterns or weight.keys() & {"num_bits", "q_type"}):
         symmetric = weight.get("q_type", "symmetric") == "symmetric"
-        return WeightQuantization(_format(weight.get("num_bits", 8), symmetric, 32))
+        return WeightQuantization(_format(weight.get("num_bits", 8), symmetric, 32), patterns)
     general: Format | None = Int8() if dtype == torch.int8 else None
     return WeightQuantization(general, patterns) if patterns or general is not None else None
 
