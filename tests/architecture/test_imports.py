@@ -106,6 +106,23 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"all_gather_object"},
         "zpartition": {"pipeline.Passes", "pipeline_stages_of"},
     },
+    # products with quantized weights
+    "inference/": {
+        "zprecision": {
+            *(
+                "quant",
+                "quant.Format",
+                "quant.Int8",
+                "quant.PackedTensor",
+                "quant.QuantizedTensor",
+                "quant.dequantize",
+            ),
+            *("quant.format_name", "quant.linear", "quant.pack", "quant.quantize"),
+        },
+    },
+    "deepspeed/inference/quantization.py": {"zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8"}},
+    # launches through torch's own functions are announced
+    "deepspeed/comm/verbs.py": {"zcomm": {"launching"}},
     # DeepSpeed's names for objects of the packages
     "deepspeed/": {
         # loss scales of a loop of one's own, and of an engine

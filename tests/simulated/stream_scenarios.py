@@ -38,7 +38,7 @@ from zpartition.memory.mover import CudaMover
 from zpartition.memory.placement import DiskParams, HostParams, StagingBuffers
 from zpartition.pipeline import Schedule
 from zpartition.pipeline.channels import Channels
-from zpartition.pipeline.p2p import P2P
+from zpartition.pipeline.p2p import P2P, AgreedOrder
 from zpartition.sequence import ring_attention
 
 DEVICE = torch.device("cuda", 0)
@@ -285,7 +285,7 @@ def communicate_in_turn() -> None:
         while not handle.is_done():
             time.sleep(1e-4)
 
-    for ask in (lambda handle: None, poll, lambda handle: handle.wait_for(10.0)):
+    for ask in (lambda handle: None, poll, lambda handle: handle.wait_for(10.0), lambda handle: handle.proceed()):
         first, second = (torch.ones(64, device=DEVICE) for _ in range(2))
 
         def follow(first: torch.Tensor = first, second: torch.Tensor = second) -> zcomm.Handle:
@@ -389,22 +389,29 @@ def attend_in_a_ring() -> None:
 def pass_messages() -> None:
     """Send tensors to the other stage of a pipeline and back, and change what was sent."""
     rank = zcomm.group_rank()
-    channels = Channels(None, DEVICE, down=zcomm.duplicate_group(None))
-    p2p = P2P(rank, 2, channels, num_stages=2)
+    channels = Channels(None, DEVICE)
+    p2p = P2P(rank, 2, channels, AgreedOrder(channels, (None, None)))
     for _ in range(2):
         p2p.begin(Schedule.parse("0F0 0B0\n1F0 1B0"))
         value = torch.ones(6, device=DEVICE, requires_grad=True)
+        p2p.proceed(0)
         if rank == 0:
             sent = value * 2
             p2p.send_activation(1, 0, sent)
+            p2p.proceed(1)
             p2p.receive_gradient(0, 0).sum()
         else:
             value = p2p.receive_activation(1, 0)
+            p2p.proceed(1)
             value.sum().backward()
             p2p.send_gradient(0, 0, value)
+        p2p.proceed(2)
         p2p.end()
         if rank == 0:
             sent.detach().fill_(3)
+    shared = torch.full((64,), float(rank), device=DEVICE)
+    channels.broadcast(shared, 0)
+    shared.sum()
     if rank == 0:
         channels.send(torch.ones(3, device=DEVICE), 1, 9)
         channels.flush()
