@@ -49,12 +49,11 @@ class QuantizedLinear(nn.Module):
         for name, part in self.weight.state_dict().items():
             destination[f"{prefix}weight.{name}"] = part
 
-    def _load_from_state_dict(
-        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
-    ) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        _metadata, _strict, missing, _unexpected, errors = others
         begin = f"{prefix}weight."
         parts = {name.removeprefix(begin): state.pop(name) for name in list(state) if name.startswith(begin)}
-        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state, prefix, *others)
         if not parts:
             missing.append(f"{prefix}weight")
             return
