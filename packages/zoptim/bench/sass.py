@@ -74,6 +74,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         nvdisasm = cubin.find_nvdisasm(options.nvdisasm)
         chosen = variants.select(options.only) if options.only else variants.KERNELS
+        before = pages.read(options.before) if options.before else None
     except (FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -84,7 +85,6 @@ def main(words: list[str] | None = None) -> int:
     if options.only:
         print(pages.markdown(rows, made, None))
         return 0
-    before = pages.read(options.before) if options.before else None
     (options.results / "predicted-gpu.json").write_text(pages.to_json(made))
     (options.results / "predicted-gpu.md").write_text(pages.markdown(rows, made, before))
     print(f"{len(rows)} kernels in {time.monotonic() - start:.0f} s; results in {options.results}")
