@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from zprecision import NonFiniteGradient, clip_divisor, divisor_of, first_nonfinite, inspect
 from zprecision.backends import native
@@ -314,6 +315,19 @@ def test_a_non_finite_extra_does_not_affect_the_step() -> None:
 def test_what_is_no_gradient_is_rejected_with_its_index(error: type, bad: object, message: str) -> None:
     with pytest.raises(error, match=message):
         inspect([torch.ones(1), bad])
+
+
+def test_sharded_tensors_and_tensors_without_memory_are_not_read_by_the_kernel() -> None:
+    class Sharded(Tensor):
+        def to_local(self) -> Tensor:
+            return self.as_subclass(Tensor)
+
+    part = torch.full((4,), 3.0).as_subclass(Sharded)
+    with pytest.raises(TypeError, match=r"gradient 0 is a Sharded; pass its to_local\(\)"):
+        inspect([part])
+    assert inspect([part.to_local()]).norm.item() == 6.0
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):  # not a crash of the process
+        inspect([torch.ones(4)])
 
 
 # --- The clip divisor ------------------------------------------------------------------------------------

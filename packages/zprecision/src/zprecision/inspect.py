@@ -167,6 +167,11 @@ def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
     for index, grad in enumerate(grads):
         if not isinstance(grad, Tensor):
             raise TypeError(f"inspect: gradient {index} is a {type(grad).__name__}; leave it out of the list")
+        if hasattr(grad, "to_local"):
+            raise TypeError(
+                f"inspect: gradient {index} is a {type(grad).__name__}; pass its to_local(), and an all_reduce over "
+                "the ranks that hold its parts"
+            )
         if grad.layout != torch.strided:
             raise TypeError(f"inspect: gradient {index} is {grad.layout}; pass its coalesce().values()")
         if grad.dtype not in checks.FLOATING:

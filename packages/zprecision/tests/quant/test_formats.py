@@ -53,6 +53,12 @@ def test_an_unknown_text_is_answered_with_the_known_ones(name: str) -> None:
         zp.format_named(name)
 
 
+@pytest.mark.parametrize("format", [4, torch.int8, zp.Int4])
+def test_what_is_no_format_is_answered_with_one(format: object, normal: Normal) -> None:
+    with pytest.raises(TypeError, match=r"quantize: the format is .*; pass its text, such as 'int4', or a value"):
+        zp.quantize(normal(4, 32), format)  # type: ignore[arg-type]
+
+
 def test_groups_and_rules_are_checked() -> None:
     with pytest.raises(ValueError, match="group=48: pass 32, 64, 128, or None"):
         zp.Int4(group=48)

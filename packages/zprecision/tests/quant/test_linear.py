@@ -84,6 +84,20 @@ def test_shapes_that_do_not_fit_are_rejected(normal: Normal) -> None:
         zp.linear(torch.ones(2, 64, dtype=torch.int64), weight)
 
 
+def test_tensors_without_memory_are_not_read_by_the_kernels(normal: Normal) -> None:
+    class Own(Tensor):
+        """A tensor of a subclass, which may have no address."""
+
+    weight, x = normal(32, 64), normal(3, 64, seed=1)
+    packed = zp.pack(zp.quantize(weight, "int8"))
+    own = x.as_subclass(Own)
+    assert torch.allclose(zp.linear(own, packed).as_subclass(Tensor), zp.linear(x, packed), atol=1e-5)
+    assert torch.allclose(zp.linear(x, weight.as_subclass(Own)).as_subclass(Tensor), zp.linear(x, weight), atol=1e-4)
+    assert torch.equal(
+        zp.quantize(weight.as_subclass(Own), "int4").codes.as_subclass(Tensor), zp.quantize(weight, "int4").codes
+    )
+
+
 def test_weights_and_biases_on_another_device_are_rejected(normal: Normal) -> None:
     packed = zp.pack(zp.quantize(normal(32, 64), "int8"))
     with pytest.raises(ValueError, match="x is on cpu, weight and bias are on meta"):

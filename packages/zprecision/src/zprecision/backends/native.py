@@ -22,7 +22,7 @@ import torch
 
 from zprecision.backends.sources import source_hash
 
-__all__ = ["Kernels", "Library", "kernels", "library", "reason_without", "use_level"]
+__all__ = ["Kernels", "Library", "is_addressable", "kernels", "library", "reason_without", "use_level"]
 
 VARIABLE = "ZPRECISION_KERNELS"
 LEVELS = (
@@ -93,6 +93,11 @@ def reason_without() -> str | None:
     """Return the reason why the extension cannot be used; None if it can.  Raises as `kernels` does."""
     found = _load()
     return found if isinstance(found, str) else _switched_off or None
+
+
+def is_addressable(tensor: torch.Tensor) -> bool:
+    """Return whether C may read the tensor: on a CPU, and of no subclass (DTensor), which may have no address."""
+    return tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 @contextlib.contextmanager

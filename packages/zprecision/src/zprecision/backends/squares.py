@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zprecision.backends.native import library, num_threads
+from zprecision.backends.native import is_addressable, library, num_threads
 
 __all__ = ["sum_of_squares"]
 
@@ -23,7 +23,7 @@ def sum_of_squares(shards: Sequence[Tensor]) -> Tensor | None:
 
     A square that overflows float64 does not exist in these dtypes, so the sum is finite if all elements are.
     """
-    if not shards or any(shard.device.type != "cpu" or shard.dtype not in _DTYPES for shard in shards):
+    if not shards or any(not is_addressable(shard) or shard.dtype not in _DTYPES for shard in shards):
         return None
     found = library()
     if found is None:

@@ -1,6 +1,6 @@
 """Calls of the C kernels of quantization: arguments as addresses, results as tensors.
 
-Each function returns None where the kernels cannot serve: no extension, no CPU tensor, another dtype or format.
+Each function returns None where the kernels cannot serve: no extension, no plain CPU tensor, another dtype or format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zprecision.backends.native import Library, library, num_threads
+from zprecision.backends.native import Library, is_addressable, library, num_threads
 from zprecision.quant.formats import Format, Integers, integers
 from zprecision.quant.layout import padded, part_dtypes, part_lengths
 
@@ -27,7 +27,7 @@ Matrix = tuple[Tensor, int, Integers | None]  # its data, its rows, and its form
 def encode_integers(values: Tensor, format: Format) -> dict[str, Tensor] | None:
     """Return the parts of `values`, (..., K), in an integer format; None also if they are not finite."""
     form, found = integers(format), library()
-    if form is None or found is None or values.device.type != "cpu" or values.dtype not in _DTYPES:
+    if form is None or found is None or not is_addressable(values) or values.dtype not in _DTYPES:
         return None
     rows, columns = values.numel() // max(1, values.shape[-1]), values.shape[-1]
     lengths, dtypes = part_lengths(format, columns), part_dtypes(format)
@@ -48,7 +48,7 @@ def encode_integers(values: Tensor, format: Format) -> dict[str, Tensor] | None:
 def pack_panels(codes: Tensor, scales: Tensor, mins: Tensor | None, form: Integers, panels: Tensor) -> bool:
     """Write the panels of a matrix into `panels`, uint8; False where the kernels cannot serve."""
     found = library()
-    if found is None or codes.device.type != "cpu":
+    if found is None or not is_addressable(codes):
         return False
     codes, scales = codes.contiguous(), scales.contiguous()
     lows = scales if mins is None else mins.contiguous()
@@ -63,7 +63,7 @@ def pack_panels(codes: Tensor, scales: Tensor, mins: Tensor | None, form: Intege
 def products(x: Tensor, matrices: Sequence[Matrix], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
     """Return x @ matrix.T + bias, float32, for every packed matrix, in one call."""
     found = library()
-    if found is None or x.device.type != "cpu":
+    if found is None or not is_addressable(x):
         return None
     tokens, columns = x.shape
     rows = x.float().contiguous()
@@ -78,8 +78,14 @@ def products(x: Tensor, matrices: Sequence[Matrix], biases: Sequence[Tensor | No
 def dense_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor] | None:
     """Return x @ weight.T + bias, float32, for plain weights of one dtype, float32 or bfloat16, up to 16 tokens."""
     found, dtype = library(), weights[0].dtype
-    usable = all(w.dtype == dtype and w.device.type == "cpu" and w.is_contiguous() for w in weights)
-    if found is None or not usable or _DTYPES.get(dtype, 2) == 2 or x.shape[0] > MOST_DENSE_TOKENS:
+    usable = all(w.dtype == dtype and is_addressable(w) and w.is_contiguous() for w in weights)
+    if (
+        found is None
+        or not usable
+        or not is_addressable(x)
+        or _DTYPES.get(dtype, 2) == 2
+        or x.shape[0] > MOST_DENSE_TOKENS
+    ):
         return None
     tokens, columns = x.shape
     rows = x.float().contiguous()

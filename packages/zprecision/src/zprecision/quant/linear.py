@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from zprecision.backends.native import library
+from zprecision.backends.native import is_addressable, library
 from zprecision.quant.activations import round_activations
 from zprecision.quant.kernels import dense_products, products
 from zprecision.quant.panels import PackedTensor, packed_once, product_format
@@ -92,7 +92,7 @@ def _products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | No
 
 def _packed_by_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> dict[int, Tensor]:
     """Return the products with integer formats by index, in one call; none without kernels."""
-    if library() is None or x.device.type != "cpu":
+    if library() is None or not is_addressable(x):
         return {}
     quantized = {index: weight for index, weight in enumerate(weights) if not isinstance(weight, Tensor)}
     held = {k: weight if isinstance(weight, PackedTensor) else packed_once(weight) for k, weight in quantized.items()}
@@ -105,7 +105,7 @@ def _packed_by_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Te
 def _plain_by_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> dict[int, Tensor]:
     """Return the products with plain weights by index, read where they lie, for few tokens; none without kernels."""
     plain = {index: weight for index, weight in enumerate(weights) if isinstance(weight, Tensor)}
-    if not plain or x.dtype == torch.float64 or x.device.type != "cpu":
+    if not plain or x.dtype == torch.float64 or not is_addressable(x):
         return {}
     outs = dense_products(x, list(plain.values()), [biases[index] for index in plain])
     return dict(zip(plain, outs, strict=True)) if outs is not None else {}

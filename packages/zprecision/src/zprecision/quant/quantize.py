@@ -31,6 +31,10 @@ def quantize(tensor: Tensor, format: Format | str) -> QuantizedTensor:
     if not tensor.shape[-1]:
         raise ValueError(f"quantize: the tensor is {tuple(tensor.shape)}: its rows are empty")
     form = format_named(format) if isinstance(format, str) else format
+    if not isinstance(form, Format):
+        raise TypeError(
+            f"quantize: the format is {format!r}; pass its text, such as 'int4', or a value, zprecision.Int4()"
+        )
     with torch.no_grad():
         parts = encode_integers(tensor.detach(), form) or encode(tensor.detach(), form)  # which explains failures
     return assemble(form, tensor.shape, tensor.dtype, parts)
