@@ -10,7 +10,8 @@ from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.quality import compare
 from zengine.inference.quantized import projections, quantized
-from zengine.inference.recognize import recognize
+from zengine.inference.quantized_modules import quantize_linears
+from zengine.inference.recognize import NotRecognized, recognize
 from zprecision.quant import Int4, Int8, dequantize, quantize
 
 
@@ -59,6 +60,13 @@ def test_a_layer_that_four_bits_do_not_suit_gets_eight() -> None:
     _, report = quantized(recognize(subject), Int4(scale="amax"))
     assert report.kept == ("blocks.1.grow",)
     assert {layer.name: layer.format for layer in report.layers}["blocks.1.grow"] == "int8"
+
+
+def test_a_module_with_quantized_layers_is_not_recognized_and_says_what_to_do() -> None:
+    subject = model()
+    quantize_linears(subject, lambda _: Int8())
+    with pytest.raises(NotRecognized, match="Model has quantized layers: recognize it before"):
+        recognize(subject)
 
 
 def test_the_replaced_weights_are_not_held() -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from zengine.inference import matching
 from zengine.inference.matching import Constants, RotaryTables, closest, equal, match_norm, projection
 from zengine.inference.observe import Call, observe, tensors_in
+from zengine.inference.quantized_modules import QuantizedLinear
 from zengine.inference.structure import Attention, Block, Decoder, Embedding, Head, MLPInput, Norm
 
 __all__ = ["NotRecognized", "recognize", "run_module"]
@@ -66,6 +67,11 @@ def recognize(
     """
     if model.training:
         raise ValueError("recognize() needs a model in eval mode: call model.eval() first")
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        raise NotRecognized(
+            f"{type(model).__name__} has quantized layers: recognize it before, and quantize the decoder "
+            "(zengine.inference.quantized)"
+        )
     config = getattr(model, "config", None)
     windows = Constants.of((), config).windows
     num_tokens = max((num_tokens, *(window + 8 for window in windows if window <= _MOST_WINDOW)))

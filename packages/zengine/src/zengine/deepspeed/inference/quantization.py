@@ -65,7 +65,7 @@ _WEIGHT: dict[str, Row] = {
     "quantized_initialization": honoured(kind=_PATTERNS, default={}),
     "post_init_quant": honoured(kind=_PATTERNS, default={}),
 }
-_EIGHT = "products round activations to 8 bits, symmetrically, in blocks of 32"
+_EIGHT = "other than symmetric rounding of activations to 8 bits"
 _ACTIVATION: dict[str, Row] = {
     "enabled": fixed(TRUTH, True, why=_EIGHT, hint="Remove it."),
     "num_bits": fixed(whole(1), 8, why=_EIGHT, hint="Remove it."),
