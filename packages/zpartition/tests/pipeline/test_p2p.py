@@ -85,3 +85,14 @@ def test_stages_on_one_rank_exchange_detached_tensors() -> None:
     assert (gradient.tolist(), nothing) == ([3, 4], None)
     p2p.send_gradient(0, 0, weight.detach().requires_grad_())  # unused: zeros are sent, so no stage waits
     assert p2p.receive_gradient(0, 0).tolist() == [0, 0]
+
+
+def test_nothing_of_a_failed_batch_remains() -> None:
+    channels = Channels(None, torch.device("cpu"))
+    p2p = P2P(0, 1, channels, EarlyReceives(channels, (None, None)))
+    p2p.begin(Schedule.parse("0F0 1F0 1B0 0B0"))
+    p2p.send_activation(1, 0, torch.ones(2))
+    channels.known["to", 1, 2] = (False, ((0, 1, (2,)),))  # shapes that the other rank may not have received
+    channels.compared.add((1, 2))
+    p2p.abort()
+    assert not (p2p.kept or channels.known or channels.compared or channels.in_flight)

@@ -192,6 +192,7 @@ class P2P:
     def abort(self) -> None:
         """Drop the messages of a failed batch without waiting.  `AbortGuard` informs the other ranks."""
         self.channels.in_flight.clear()
+        self.channels.forget_shapes()
         self.kept.clear()
         self.messages.clear()
 
