@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zcomm
-from zcomm.testing import run_ranks
+from zcomm.testing import RankFailed, run_ranks
 from zpartition.layout.link import measure_link
 from zpartition.pipeline import LayerSpec, PipelineModule, PipelineRunner, TiedLayerSpec
 from zpartition.pipeline.p2p import AgreedOrder
@@ -44,6 +45,25 @@ def measure_on_device() -> float:
 def test_ranks_agree_on_a_link_that_they_measure_on_the_device() -> None:
     first, second = run_ranks(measure_on_device, WORLD_SIZE)
     assert first == second > 0
+
+
+def read_messages(waits: bool) -> float:
+    """Return the sum of what the other rank sends in a batch of messages."""
+    rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    mine, theirs = torch.ones(64, device=device), torch.zeros(64, device=device)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)])
+    while works:
+        work = works.pop()
+        if waits:
+            work.wait()
+        del work  # which orders nothing
+    return theirs.sum().item()
+
+
+def test_a_batch_of_messages_must_be_waited_for() -> None:
+    assert run_ranks(read_messages, WORLD_SIZE, True) == [64, 64]
+    with pytest.raises(RankFailed, match=r"sum on the default stream reads memory that recv .* nothing orders"):
+        run_ranks(read_messages, WORLD_SIZE, False)
 
 
 def as_scores(words: nn.Embedding, value: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,14 @@ class SimulatedWork final : public c10d::Work {
   void finish(std::chrono::milliseconds timeout) {
     std::lock_guard<std::mutex> guard(mutex_);
     if (finished_) return;
-    for (const WorkPtr& each : inner_) each->wait(timeout);
+    for (const WorkPtr& each : inner_) {
+      // Of a coalesced operation: no wait of a stream, which only the caller of `wait` asks for.
+      if (auto* own = dynamic_cast<SimulatedWork*>(each.get())) {
+        own->finish(timeout);
+      } else {
+        each->wait(timeout);
+      }
+    }
     finished_ = true;
     if (after_) after_();
   }
