@@ -193,6 +193,14 @@ def test_what_the_graph_contains_must_stay() -> None:
             step(*next(more))
 
 
+def test_a_batch_has_only_tensors() -> None:
+    with contextlib.closing(make_engine(1, "fp32")) as engine:
+        step = zengine.capture_step(engine, lambda batch, scale: engine(batch["x"]).sum() * scale)
+        with pytest.raises(TypeError, match=r"tensors, as in step\(x, y\), not dict, int"):
+            step({"x": torch.ones(4, 16)}, 3)  # type: ignore[arg-type]
+        assert engine.clock.steps == 0
+
+
 def test_a_read_on_the_host_ends_the_capture_and_training_goes_on() -> None:
     with contextlib.closing(make_engine(1, "bf16")) as engine:
         reads: list[float] = []

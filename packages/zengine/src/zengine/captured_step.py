@@ -91,11 +91,17 @@ class CapturedStep:
         """Train on a batch, tensors on any device; return the report.
 
         Raises:
+            TypeError: something in the batch is not a tensor.
             ValueError: a tensor has another shape or dtype than at the capture; or something that the graph contains
                 has changed since.
             LossScaleExhausted: as `engine.step`.
         """
         self.engine.clock.require_open("capture_step()")
+        if others := [type(each).__name__ for each in batch if not isinstance(each, Tensor)]:
+            raise TypeError(
+                f"capture_step(): a batch is a list of tensors, as in step(x, y), not {', '.join(others)}. Pass the "
+                "tensors of a dict one by one, and numbers as tensors."
+            )
         if self.num_eager < NUM_EAGER:
             report = self._step_eagerly(batch)
             self.num_eager += report.applied  # a step that was skipped has made no states
