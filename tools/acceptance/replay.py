@@ -30,7 +30,6 @@ Entry = Sequence[Any]
 Range = Sequence[int]
 HOST = -1
 WAITS = frozenset({"wait", "wait host", "wait stream", "wait all", "use"})  # what a record can lack
-WHOLE = 1 << 62
 
 
 @attrs.frozen
