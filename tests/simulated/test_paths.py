@@ -89,6 +89,17 @@ def test_hardware_questions_are_answered_by_the_device(monkeypatch: pytest.Monke
     assert _room(argparse.Namespace(memory=""), facts) == TOTAL_MEMORY
 
 
+def test_tensors_of_the_device_are_quantized_without_the_kernels_of_the_cpu() -> None:
+    weight, x = torch.arange(96.0).view(3, 32), torch.linspace(-1, 1, 32).view(1, 32)
+    expected = zprecision.quantize(weight, zprecision.Int8(group=32))
+    found = zprecision.quantize(weight.to(DEVICE), zprecision.Int8(group=32))
+    assert found.codes.device == DEVICE
+    assert torch.equal(found.codes.cpu(), expected.codes)
+    product = zprecision.linear(x.to(DEVICE), found)
+    assert product.device == DEVICE
+    torch.testing.assert_close(product.cpu(), zprecision.linear(x, expected))
+
+
 def test_timers_wait_for_the_device(caplog: pytest.LogCaptureFixture) -> None:
     before = host_waits().get("synchronize the device", 0)
     synchronize, _ = _timing(DEVICE)

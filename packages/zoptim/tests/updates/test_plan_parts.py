@@ -47,6 +47,17 @@ def test_the_torch_path_has_a_reason(param: Tensor, grad: Tensor, state: Any, re
     assert found is None if reason is None else reason in str(found)
 
 
+def test_a_wrapper_of_tensors_has_no_address_for_a_kernel() -> None:
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *arguments: Any) -> Any:
+            raise AssertionError("the reason needs no operation")
+
+    wrapper = Tensor._make_wrapper_subclass(Wrapper, (3,), dtype=torch.float32)
+    found = fallback_reason(Entry(wrapper, torch.ones(3), {}, 0), lambda device: None)
+    assert found == "a parameter of type Wrapper has no address for a kernel"
+
+
 def test_a_device_without_kernels_is_the_first_reason() -> None:
     entry = Entry(torch.ones(3, device="meta"), torch.ones(3, device="meta"), {}, 0)
     assert fallback_reason(entry, lambda device: f"nothing for {device}") == "nothing for meta"

@@ -163,8 +163,14 @@ def lamb_rule(
         "maximize": maximize,
     }
     direction, after = lamb_direction(param, grad, moments, options)
-    weight_norm, direction_norm = float(param.double().norm()), float(direction.double().norm())
+    weight_norm, direction_norm = _norm(param), _norm(direction)
     return param - lr * trust_ratio(weight_norm, direction_norm, min_coeff, max_coeff) * direction, after
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the norm of a whole tensor; `float` of a DTensor's would be that of this rank's part."""
+    norm = tensor.double().norm()
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def trust_ratio(weight_norm: float, direction_norm: float, min_coeff: float, max_coeff: float) -> float:

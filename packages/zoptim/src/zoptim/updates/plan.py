@@ -147,6 +147,8 @@ def fallback_reason(entry: Entry, device_reason: Callable[[torch.device], str | 
     for what, tensor in (("parameter", param), ("gradient", grad)):
         if tensor.dtype not in FORMAT_OF_DTYPE or not tensor.dtype.is_floating_point:
             return f"there is no kernel for a {what} of {tensor.dtype}"
+        if tensor.numel() and not tensor.data_ptr():
+            return f"a {what} of type {type(tensor).__name__} has no address for a kernel"
     if not is_dense(param):
         return "its elements are not dense in memory"
     for key, value in entry.state.items():
