@@ -104,6 +104,16 @@ def test_any_world_and_stage_loads_at_any_other_and_reads_its_part(
             check_load(tmp_path, tensors, world, stage)
 
 
+def test_streams_are_neighbours_of_about_equal_bytes() -> None:
+    sizes = [4, 4, 1, 4, 2, 4, 4, 3, 4]
+    stretches = [fetching._Stretch(sum(sizes[:at]), size, lambda reader: 0) for at, size in enumerate(sizes)]
+    streams = list(fetching._streams(stretches[::-1], 10))
+    assert [each for stream in streams for each in stream] == stretches
+    assert [sum(each.nbytes for each in stream) for stream in streams] == [9, 10, 11]
+    empty = [fetching._Stretch(0, 0, lambda reader: 0)] * 2
+    assert list(fetching._streams(empty, 0)) == [empty]
+
+
 def check_load(root: Path, tensors: dict[str, torch.Tensor], world: int, stage: int) -> None:
     def loading(peers: Peers) -> tuple[int, int]:
         expected = cut(tensors, stage, peers.rank, world)

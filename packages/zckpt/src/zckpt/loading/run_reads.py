@@ -39,6 +39,7 @@ from zckpt.storage.storage import Reader, Storage
 from zckpt.storage.thread_pool import run_jobs
 
 _JOB_NBYTES = 32 << 20
+_STRETCH_NBYTES = 4 << 20  # of one tensor: threads that read equal bytes end together
 _RUN_NBYTES = 512  # a run of few elements takes as long as one of so many bytes
 _GAP_NBYTES = 4 << 10  # largest gap in a span: a direct read is of whole blocks
 _THREAD_NBYTES = 8 << 20  # minimum bytes per thread
@@ -121,7 +122,7 @@ class ReadRunner:
         for item, piece in found:
             itemsize = item.entry.dtype.itemsize
             for batch in intersect(item.region, piece.region):  # one run, as the boxes are equal
-                for runs in _split_run(batch, _JOB_NBYTES // itemsize):
+                for runs in _split_run(batch, _STRETCH_NBYTES // itemsize):
                     begin, nbytes = piece.offset + int(runs.source[0]) * itemsize, int(runs.length[0]) * itemsize
                     yield piece.file, _Stretch(begin, nbytes, partial(self._run, item, piece, runs, work))
 
@@ -179,17 +180,15 @@ def _split_by_box(
 
 
 def _streams(stretches: list[_Stretch], limit: int) -> Iterator[list[_Stretch]]:
-    """The stretches of a file in order, cut where `limit` bytes are reached."""
-    stream: list[_Stretch] = []
-    nbytes = 0
+    """The stretches of a file in order, in parts of about equal bytes, at most `limit` and half a stretch."""
+    total = sum(each.nbytes for each in stretches) or 1  # of empty tensors: any part
+    number = -(-total // max(limit, 1))
+    parts: list[list[_Stretch]] = [[] for _ in range(number)]
+    before = 0
     for each in sorted(stretches, key=lambda each: each.offset):
-        stream.append(each)
-        nbytes += each.nbytes
-        if nbytes >= limit:
-            yield stream
-            stream, nbytes = [], 0
-    if stream:
-        yield stream
+        parts[min((before + each.nbytes // 2) * number // total, number - 1)].append(each)  # where its middle lies
+        before += each.nbytes
+    return filter(None, parts)
 
 
 def _spans(stream: Sequence[_Stretch]) -> tuple[tuple[int, int], ...]:
