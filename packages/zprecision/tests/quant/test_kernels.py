@@ -112,6 +112,20 @@ def test_products_have_the_bits_of_the_scalar_order(
     assert np.array_equal(found.numpy(), emulated(x, quantized))
 
 
+@each_level
+@each_integer_format
+def test_long_rows_and_many_tokens_have_the_bits_of_the_first_level(
+    level: str, format: zp.Format, normal: Normal
+) -> None:
+    """Rows longer than a run of blocks, and tiles of 8, 4 and 1 tokens that meet one panel."""
+    packed, x = zp.pack(zp.quantize(normal(21, 2208), format)), normal(29, 2208, seed=1) * 10
+    with native.use_level(LEVELS[0]):
+        wanted = zp.linear(x, packed)
+    with native.use_level(level):
+        found = [zp.linear(x[:count], packed) for count in (1, 4, 8, 16, 29)]
+    assert all(torch.equal(each, wanted[: len(each)]) for each in found)
+
+
 def largest_codes(bits: int) -> zp.QuantizedTensor:
     """Weights and activations at the ends of their ranges, where 16-bit sums of products would saturate."""
     format = zp.Q4_0() if bits == 4 else zp.Q8_0()
@@ -124,13 +138,12 @@ def largest_codes(bits: int) -> zp.QuantizedTensor:
 
 @each_level
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_the_largest_codes_do_not_saturate(level: str, bits: int, sign: int) -> None:
-    quantized = largest_codes(bits)
+@pytest.mark.parametrize("signs", [(1, 1, 1, 1), (-1, -1, -1, -1), (1, 1, -1, -1), (-1, 1, 1, -1)])
+def test_the_largest_codes_do_not_saturate(level: str, bits: int, signs: tuple[int, ...]) -> None:
+    quantized, x = largest_codes(bits), 127.0 * torch.tensor(signs).repeat(8).expand(24, 32)
     with native.use_level(level):
-        found = zp.linear(torch.full((1, 32), 127.0 * sign), zp.pack(quantized))
-    ends = (-8, 7) if bits == 4 else (-128, 127)
-    assert found[0].tolist() == [32 * 127 * sign * ends[0]] * 8 + [32 * 127 * sign * ends[1]] * 8
+        found = zp.linear(x, zp.pack(quantized))
+    assert torch.equal(found.double(), x.double() @ quantized.dequantize(torch.float64).T)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

@@ -16,7 +16,7 @@ typedef struct {
   int64_t group;        /* elements that share a scale, a multiple of 32 */
   int32_t bits;         /* 4 or 8 */
   int32_t offset;       /* the code of zero */
-  int32_t scale_bytes;  /* 2: float16, 4: float32 */
+  int32_t scale_bytes;  /* 2: float16; 4: float32, if the group is the row */
   int32_t has_mins;
 } zq_matrix;
 
@@ -64,6 +64,7 @@ int64_t zq_num_partials(int64_t num_rows, const int64_t *numel);
 #define ZQ_BLOCK 32
 #define ZQ_PANEL 16
 #define ZQ_MOST_TOKENS 8 /* of a tile */
+#define ZQ_MOST_TILES 32 /* of a panel at a time */
 #define ZQ_SPAN 16384    /* elements of one partial sum of squares */
 
 /* Activations of a tile of up to 8 tokens: [block][token][32] codes, [block][token] scales and sums of codes. */
@@ -84,6 +85,9 @@ typedef struct {
   void (*pack)(const uint8_t *codes, uint8_t *vectors, int64_t row_bytes, int64_t rows, int64_t blocks,
                int64_t block_stride, int bits, int is_signed);
   double (*squares)(int dtype, const void *row, int64_t numel);
+  /* The product with up to ZQ_MOST_TILES tiles; memory is asked for the panel at `next` meanwhile. */
+  void (*panel_tiles)(const zq_matrix *, const uint8_t *panel, int64_t blocks, const zq_tile *tiles, int64_t num_tiles,
+                      const uint8_t *next, float (*out)[ZQ_PANEL]);
 } zq_kernels;
 
 #endif

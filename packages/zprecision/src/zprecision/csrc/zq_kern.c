@@ -10,147 +10,13 @@
  * 8 * 2 * 15 * 127 = 30480; 8-bit codes are made signed, and |code| <= 128 is multiplied by the activation with the
  * sign of the code, at most 2 * 128 * 127 = 32512.
  */
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 #include "zq_vec.h"
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 
-/* Vectors of integers: HALVES of them hold the 16 rows. */
-#if defined(__AVX512BW__)
-enum { HALVES = 1 };
-typedef __m512i ints;
-typedef __m512 floats;
-#define OP(name) _mm512_##name
-ZQ_FN ints load_ints(const void *at) { return _mm512_loadu_si512(at); }
-ZQ_FN floats load_scales(const uint8_t *at, int bytes, int half) {
-  (void)half;
-  return bytes == 2 ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)) : _mm512_loadu_ps(at);
-}
-ZQ_FN ints low_nibbles(ints w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
-ZQ_FN ints with_sign(ints x, ints w) { return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x); }
-ZQ_FN ints flip_top(ints w) { return _mm512_xor_si512(w, _mm512_set1_epi8((char)128)); }
-#elif defined(__AVX2__)
-enum { HALVES = 2 };
-typedef __m256i ints;
-typedef __m256 floats;
-#define OP(name) _mm256_##name
-ZQ_FN ints load_ints(const void *at) { return _mm256_loadu_si256(at); }
-ZQ_FN floats load_scales(const uint8_t *at, int bytes, int half) {
-  if (bytes == 2) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at + 16 * half)));
-  return _mm256_loadu_ps((const float *)(at + 32 * half));
-}
-ZQ_FN ints low_nibbles(ints w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
-ZQ_FN ints with_sign(ints x, ints w) { return _mm256_sign_epi8(x, w); }
-ZQ_FN ints flip_top(ints w) { return _mm256_xor_si256(w, _mm256_set1_epi8((char)128)); }
-#endif
-
 #if defined(__AVX2__)
-#if defined(__AVX512VNNI__)
-#define HAS_DOTS 1
-#else
-#define HAS_DOTS 0
-#endif
-enum { BYTES = 64 / HALVES };
-
-ZQ_FN int32_t four(const int8_t *at) {
-  int32_t word;
-  memcpy(&word, at, 4);
-  return word;
-}
-
-/* Add the products of 4 codes and 4 activations in every lane; `sum` has 32 bits with dpbusd and for 8-bit codes, else
- * 16. */
-ZQ_FN ints dot(const int bits, ints sum, ints w, const int8_t *x) {
-  ints all = OP(set1_epi32)(four(x));
-#if HAS_DOTS
-  (void)bits;
-  return _mm512_dpbusd_epi32(sum, w, all);
-#else
-  if (bits == 4) return OP(add_epi16)(sum, OP(maddubs_epi16)(w, all));
-  ints centred = flip_top(w);
-  ints pairs = OP(maddubs_epi16)(OP(abs_epi8)(centred), with_sign(all, centred));
-  return OP(add_epi32)(sum, OP(madd_epi16)(pairs, OP(set1_epi16)(1)));
-#endif
-}
-
-/* The code that `dot` takes for zero. */
-ZQ_FN int native_offset(int bits) { return !HAS_DOTS && bits == 8 ? 128 : 0; }
-
-/* Integer sums of one block of 32 for 16 / HALVES rows and all tokens. */
-ZQ_FN void block_sums(const int bits, const int tokens, const uint8_t *w, const int8_t *x, const int32_t *sums,
-                      int32_t shift, ints *out) {
-  const int is_narrow = !HAS_DOTS && bits == 4;
-  for (int t = 0; t < tokens; t++) out[t] = OP(set1_epi32)(is_narrow ? 0 : shift * sums[t]);
-#pragma GCC unroll 8
-  for (int j = 0; j < bits; j++) {
-    ints v = load_ints(w + 64 * j);
-    if (bits == 8) {
-      for (int t = 0; t < tokens; t++) out[t] = dot(8, out[t], v, x + 32 * t + 4 * j);
-    } else {
-      ints low = low_nibbles(v), high = low_nibbles(OP(srli_epi16)(v, 4));
-      for (int t = 0; t < tokens; t++) {
-        out[t] = dot(4, out[t], low, x + 32 * t + 8 * j);
-        out[t] = dot(4, out[t], high, x + 32 * t + 8 * j + 4);
-      }
-    }
-  }
-  if (is_narrow)
-    for (int t = 0; t < tokens; t++)
-      out[t] = OP(add_epi32)(OP(madd_epi16)(out[t], OP(set1_epi16)(1)), OP(set1_epi32)(shift * sums[t]));
-}
-
-ZQ_FN void panel_as(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
-                    float (*out)[ZQ_PANEL], const int bits, const int tokens, const int is_block, const int has_mins) {
-  const int64_t each = is_block ? 1 : m->group / ZQ_BLOCK;
-  const int64_t head = ZQ_PANEL * m->scale_bytes;
-  const int8_t *x = tile->codes;
-  const float *scales = tile->scales;
-  const int32_t *sums = tile->sums;
-  const int32_t shift = native_offset(bits) - m->offset;
-  floats total[HALVES][ZQ_MOST_TOKENS];
-  for (int h = 0; h < HALVES; h++)
-    for (int t = 0; t < tokens; t++) total[h][t] = OP(setzero_ps)();
-  for (int64_t g = 0; g < blocks; g += each) {
-    floats part[HALVES][ZQ_MOST_TOKENS];
-    float inputs[ZQ_MOST_TOKENS];
-    const uint8_t *heads = at;
-    at += head * (has_mins ? 2 : 1);
-    for (int t = 0; t < tokens; t++) {
-      inputs[t] = 0;
-      for (int h = 0; h < HALVES; h++) part[h][t] = OP(setzero_ps)();
-    }
-    for (int64_t b = 0; b < each; b++) {
-      for (int h = 0; h < HALVES; h++) {
-        ints found[ZQ_MOST_TOKENS];
-        block_sums(bits, tokens, at + BYTES * h, x, sums, shift, found);
-        for (int t = 0; t < tokens; t++) {
-          floats product = OP(mul_ps)(OP(cvtepi32_ps)(found[t]), OP(set1_ps)(scales[t]));
-          part[h][t] = is_block ? product : OP(add_ps)(part[h][t], product);
-        }
-      }
-      if (has_mins)
-        for (int t = 0; t < tokens; t++) inputs[t] += (float)sums[t] * scales[t];
-      at += 64 * bits;
-      x += ZQ_BLOCK * tokens;
-      scales += tokens;
-      sums += tokens;
-    }
-    for (int h = 0; h < HALVES; h++) {
-      floats steps = load_scales(heads, m->scale_bytes, h);
-      for (int t = 0; t < tokens; t++) total[h][t] = OP(add_ps)(total[h][t], OP(mul_ps)(part[h][t], steps));
-      if (!has_mins) continue;
-      floats lows = load_scales(heads + head, m->scale_bytes, h);
-      for (int t = 0; t < tokens; t++)
-        total[h][t] = OP(add_ps)(total[h][t], OP(mul_ps)(OP(set1_ps)(inputs[t]), lows));
-    }
-  }
-  for (int t = 0; t < tokens; t++)
-    for (int h = 0; h < HALVES; h++) OP(storeu_ps)(out[t] + 16 / HALVES * h, total[h][t]);
-}
-
+#include "zq_panels.h"
 #else /* portable */
 
 ZQ_FN i16 block_sums(const int bits, const uint8_t *w, const int8_t *x, int32_t start) {
@@ -177,10 +43,10 @@ ZQ_FN v16 load_scales(const uint8_t *at, int bytes) {
   return widen_halves(narrow);
 }
 
-ZQ_FN void panel_as(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
-                    float (*out)[ZQ_PANEL], const int bits, const int tokens, const int is_block, const int has_mins) {
+ZQ_FN void panel_as(const int bits, const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
+                    float (*out)[ZQ_PANEL]) {
   const int64_t each = m->group / ZQ_BLOCK, head = ZQ_PANEL * m->scale_bytes;
-  (void)is_block;
+  const int tokens = tile->tokens, has_mins = m->has_mins;
   for (int t = 0; t < tokens; t++) {
     const uint8_t *w = at;
     v16 total = splat(0);
@@ -202,50 +68,21 @@ ZQ_FN void panel_as(const zq_matrix *m, const uint8_t *at, int64_t blocks, const
     memcpy(out[t], &total, sizeof total);
   }
 }
-#endif
-
-#if defined(__AVX2__)
-#define PANEL(bits, tokens, is_block, has_mins)                                                        \
-  static __attribute__((noinline)) void panel_##bits##_##tokens##_##is_block##_##has_mins(             \
-      const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile, float(*out)[ZQ_PANEL]) { \
-    panel_as(m, at, blocks, tile, out, bits, tokens, is_block, has_mins);                              \
-  }
-#define PANELS(tokens) \
-  PANEL(4, tokens, 0, 0) PANEL(4, tokens, 0, 1) PANEL(4, tokens, 1, 0) PANEL(4, tokens, 1, 1) \
-  PANEL(8, tokens, 0, 0) PANEL(8, tokens, 0, 1) PANEL(8, tokens, 1, 0) PANEL(8, tokens, 1, 1)
-PANELS(1) PANELS(2) PANELS(4) PANELS(8)
-
-typedef void (*panel_kernel)(const zq_matrix *, const uint8_t *, int64_t, const zq_tile *, float (*)[ZQ_PANEL]);
-#define ROW(bits, tokens)                                                                             \
-  {panel_##bits##_##tokens##_0_0, panel_##bits##_##tokens##_0_1, panel_##bits##_##tokens##_1_0,       \
-   panel_##bits##_##tokens##_1_1}
-static const panel_kernel kernels[2][4][4] = {{ROW(4, 1), ROW(4, 2), ROW(4, 4), ROW(4, 8)},
-                                              {ROW(8, 1), ROW(8, 2), ROW(8, 4), ROW(8, 8)}};
-
-ZQ_FN void choose_panel(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
-                  float (*out)[ZQ_PANEL]) {
-  int size = tile->tokens == 8 ? 3 : tile->tokens / 2;
-  kernels[m->bits == 8][size][2 * (m->group == ZQ_BLOCK) + (m->has_mins != 0)](m, at, blocks, tile, out);
-}
-#else
-static __attribute__((noinline)) void panel_4(const zq_matrix *m, const uint8_t *at, int64_t blocks,
-                                              const zq_tile *tile, float (*out)[ZQ_PANEL]) {
-  panel_as(m, at, blocks, tile, out, 4, tile->tokens, 0, m->has_mins);
-}
-static __attribute__((noinline)) void panel_8(const zq_matrix *m, const uint8_t *at, int64_t blocks,
-                                              const zq_tile *tile, float (*out)[ZQ_PANEL]) {
-  panel_as(m, at, blocks, tile, out, 8, tile->tokens, 0, m->has_mins);
-}
-ZQ_FN void choose_panel(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
-                        float (*out)[ZQ_PANEL]) {
-  (m->bits == 4 ? panel_4 : panel_8)(m, at, blocks, tile, out);
-}
-#endif
 
 static void panel(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
                   float (*out)[ZQ_PANEL]) {
-  choose_panel(m, at, blocks, tile, out);
+  if (m->bits == 4)
+    panel_as(4, m, at, blocks, tile, out);
+  else
+    panel_as(8, m, at, blocks, tile, out);
 }
+
+static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tiles, int64_t num_tiles,
+                        const uint8_t *next, float (*out)[ZQ_PANEL]) {
+  (void)next;
+  for (int64_t k = 0; k < num_tiles; out += tiles[k++].tokens) panel(m, at, blocks, tiles + k, out);
+}
+#endif
 
 /* Weights in rows of floats: element k goes to sum k mod 64, the sums are added by halves. */
 
@@ -302,21 +139,30 @@ static void dense(int dtype, const void *row, const float *x, int64_t columns, i
 
 /* Bits of the largest magnitude of 32n elements; those of NaN are the largest. */
 ZQ_FN int32_t peak_bits(const float *x, int64_t count) {
-  i16 most = {0};
+#if defined(__AVX2__)
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i most = _mm256_setzero_si256(), other = most;
   for (int64_t k = 0; k < count; k += 16) {
-    i16 bits = (i16)load16(x + k) & 0x7fffffff, more = bits > most;
+    const __m256i *at = (const __m256i *)(const void *)(x + k);
+    most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_loadu_si256(at), magnitude));
+    other = _mm256_max_epi32(other, _mm256_and_si256(_mm256_loadu_si256(at + 1), magnitude));
+  }
+  most = _mm256_max_epi32(most, other);
+  __m128i all = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  all = _mm_max_epi32(all, _mm_shuffle_epi32(all, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(all, _mm_shuffle_epi32(all, 0xb1)));
+#else
+  i4 most = {0};
+  for (int64_t k = 0; k < count; k += 4) {
+    i4 bits;
+    memcpy(&bits, x + k, sizeof bits);
+    bits &= 0x7fffffff;
+    i4 more = bits > most;
     most = (more & bits) | (~more & most);
   }
-#define LARGER(...)                                            \
-  {                                                            \
-    i16 other = __builtin_shuffle(most, (i16){__VA_ARGS__});   \
-    i16 more = other > most;                                   \
-    most = (more & other) | (~more & most);                    \
-  }
-  LARGER(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
-  LARGER(4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3)
-  LARGER(2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1)
-  return most[0] > most[1] ? most[0] : most[1];
+  int32_t first = most[0] > most[1] ? most[0] : most[1], second = most[2] > most[3] ? most[2] : most[3];
+  return first > second ? first : second;
+#endif
 }
 
 ZQ_FN float as_float(int32_t bits) {
@@ -325,27 +171,48 @@ ZQ_FN float as_float(int32_t bits) {
   return x;
 }
 
+/* Quantize the 32 elements of a block; return the sum of the codes.  |x * inverse| < 128. */
+ZQ_FN int32_t round_block(const float *x, float inverse, int8_t *out) {
+#if defined(__AVX2__)
+  const __m256 all = _mm256_set1_ps(inverse);
+  __m256i codes[4];
+  for (int k = 0; k < 4; k++) codes[k] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * k), all));
+  __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3]));
+  bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256((__m256i *)(void *)out, bytes);
+  __m256i sums = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8((char)128)), _mm256_setzero_si256());
+  __m128i both = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  return _mm_cvtsi128_si32(both) + _mm_extract_epi32(both, 2) - 128 * ZQ_BLOCK;
+#else
+  i16 all = {0};
+  int32_t sum = 0;
+  for (int h = 0; h < ZQ_BLOCK; h += 16) {
+    i16 code = __builtin_convertvector(nearest(load16(x + h) * inverse), i16);
+    c16 narrow = __builtin_convertvector(code, c16);
+    memcpy(out + h, &narrow, sizeof narrow);
+    all += code;
+  }
+  for (int l = 0; l < 16; l++) sum += all[l];
+  return sum;
+#endif
+}
+
 static void activations(const float *x, int64_t columns, int64_t blocks, int8_t *codes, float *scales, int32_t *sums,
                         int64_t stride) {
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t k = b * ZQ_BLOCK;
-    float rest[ZQ_BLOCK] = {0};
-    const float *at = k < columns ? x + k : rest;
-    int8_t *out = codes + b * stride * ZQ_BLOCK;
-    if (columns > k && columns - k < ZQ_BLOCK) at = memcpy(rest, at, (size_t)(columns - k) * 4);
-    int32_t peak = peak_bits(at, ZQ_BLOCK), sum = 0;
+    float rest[ZQ_BLOCK];
+    const float *at = x + k;
+    if (columns - k < ZQ_BLOCK) {
+      memset(rest, 0, sizeof rest);
+      if (columns > k) memcpy(rest, at, (size_t)(columns - k) * 4);
+      at = rest;
+    }
+    int32_t peak = peak_bits(at, ZQ_BLOCK);
     float inverse = peak >= TINY_BITS && peak < 0x7f800000 ? 127.0f / as_float(peak) : 0.0f;
     scales[b * stride] = peak >= 0x7f800000 ? __builtin_nanf("") : peak >= TINY_BITS ? as_float(peak) / 127.0f : 0.0f;
     if (peak >= 0x7f800000) at = memset(rest, 0, sizeof rest);
-    i16 all = {0};
-    for (int h = 0; h < ZQ_BLOCK; h += 16) {
-      i16 code = __builtin_convertvector(nearest(load16(at + h) * inverse), i16);
-      c16 narrow = __builtin_convertvector(code, c16);
-      memcpy(out + h, &narrow, sizeof narrow);
-      all += code;
-    }
-    for (int l = 0; l < 16; l++) sum += all[l];
-    sums[b * stride] = sum;
+    sums[b * stride] = round_block(at, inverse, codes + b * stride * ZQ_BLOCK);
   }
 }
 
@@ -376,10 +243,10 @@ ZQ_FN float signed_peak(const float *x, int64_t count, int32_t peak) {
     v16 value = load16(x + k);
     signs |= ((value == as_float(peak)) & 1) | ((value == -as_float(peak)) & 2);
   }
-  signs |= __builtin_shuffle(signs, (i16){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  signs |= __builtin_shuffle(signs, (i16){4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3});
-  signs |= __builtin_shuffle(signs, (i16){2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1});
-  int found = signs[0] | signs[1];
+  i4 parts[4];
+  memcpy(parts, &signs, sizeof signs);
+  i4 any = (parts[0] | parts[1]) | (parts[2] | parts[3]);
+  int found = (any[0] | any[1]) | (any[2] | any[3]);
   if (found != 3) return found == 2 ? -as_float(peak) : as_float(peak);
   for (int64_t k = 0; k < count; k++)
     if (x[k] == as_float(peak) || x[k] == -as_float(peak)) return x[k];
@@ -409,13 +276,8 @@ ZQ_FN float search_as(const float *x, const int64_t count, float peak, const flo
       square0 += code0 * code0, square1 += code1 * code1;
     }
     v16 a = dot0 + dot1, b = square0 + square1;
-    v16 both = __builtin_shuffle(a, b, (i16){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
-               __builtin_shuffle(a, b, (i16){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
-    both += __builtin_shuffle(both, (i16){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-    both += __builtin_shuffle(both, (i16){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-    both += __builtin_shuffle(both, (i16){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
-    dots[point] = both[0];
-    squares[point] = both[8];
+    dots[point] = sum_lanes(a);
+    squares[point] = sum_lanes(b);
   }
   v16 all = load16(dots);
   float scores[16];
@@ -607,4 +469,5 @@ static double squares(int dtype, const void *row, int64_t numel) {
   return dtype == 1 ? squares_as(1, row, numel) : squares_as(2, row, numel);
 }
 
-const zq_kernels JOIN(zq_kernels, ZQ_SUFFIX) = {panel, dense, activations, quantize, pack, squares};
+const zq_kernels JOIN(zq_kernels, ZQ_SUFFIX) = {panel, dense, activations, quantize,
+                                                      pack,  squares, panel_tiles};

@@ -86,7 +86,7 @@ static void run(const team *t, int num_threads) {
 
 /* Products ----------------------------------------------------------------------------------------------- */
 
-#define TOKEN_BLOCK 64    /* tokens whose activations stay in the second-level cache */
+#define ACTIVATION_BYTES (512 << 10) /* of the tokens that meet a panel while it is in the first-level cache */
 #define PARALLEL_TOKENS 8 /* from here on, activations are quantized by all threads */
 
 typedef struct {
@@ -141,24 +141,36 @@ static void store(const zq_matrix *m, int64_t row, int64_t token, const float va
   for (int64_t r = 0; r < count; r++) out[r] = m->bias ? values[r] + m->bias[row + r] : values[r];
 }
 
+/* The product of one panel with the tokens [first, end); `next` is the panel after it, or NULL. */
 static void product_panel(const products *p, const zq_matrix *m, int64_t panel, int64_t first, int64_t end) {
-  const int64_t blocks = blocks_of(m, p->columns);
-  const uint8_t *data = m->data + panel * panel_bytes(m, blocks);
-  float values[ZQ_MOST_TOKENS][ZQ_PANEL];
-  for (int64_t token = first; token < end;) {
-    zq_tile tile = {p->codes + token * p->blocks * ZQ_BLOCK, p->scales + token * p->blocks,
-                    p->sums + token * p->blocks, tile_tokens(token, p->tokens)};
-    levels[active]->panel(m, data, blocks, &tile, values);
-    for (int k = 0; k < tile.tokens; k++) store(m, panel * ZQ_PANEL, token + k, values[k]);
-    token += tile.tokens;
+  const int64_t blocks = blocks_of(m, p->columns), bytes = panel_bytes(m, blocks);
+  const uint8_t *data = m->data + panel * bytes;
+  float values[ZQ_MOST_TILES * ZQ_MOST_TOKENS][ZQ_PANEL];
+  zq_tile tiles[ZQ_MOST_TILES];
+  int64_t num_tiles = 0;
+  for (int64_t token = first; token < end; token += tiles[num_tiles++].tokens) {
+    const int64_t at = token * p->blocks;
+    tiles[num_tiles] = (zq_tile){p->codes + at * ZQ_BLOCK, p->scales + at, p->sums + at, tile_tokens(token, p->tokens)};
   }
+  if (num_tiles == 1)
+    levels[active]->panel(m, data, blocks, tiles, values);
+  else
+    levels[active]->panel_tiles(m, data, blocks, tiles, num_tiles, data + bytes, values);
+  for (int64_t token = first; token < end; token++) store(m, panel * ZQ_PANEL, token, values[token - first]);
+}
+
+/* Tokens that a panel meets at once: as many as have their activations in the second-level cache. */
+static int64_t token_block(const products *p) {
+  int64_t fitting = ACTIVATION_BYTES / (p->blocks * (ZQ_BLOCK + 8)) / ZQ_MOST_TOKENS;
+  return ZQ_MOST_TOKENS * (fitting < 2 ? 2 : fitting > ZQ_MOST_TILES - 3 ? ZQ_MOST_TILES - 3 : fitting); /* 4 + 2 + 1 */
 }
 
 /* Panels [from, to), counted over all matrices. */
 static void panels_part(const team *t, int64_t from, int64_t to) {
   const products *p = t->job;
-  for (int64_t first = 0; first < p->tokens; first += TOKEN_BLOCK) {
-    int64_t end = first + TOKEN_BLOCK < p->tokens ? first + TOKEN_BLOCK : p->tokens, base = 0;
+  const int64_t step = token_block(p);
+  for (int64_t first = 0; first < p->tokens; first += step) {
+    int64_t end = first + step < p->tokens ? first + step : p->tokens, base = 0;
     for (const zq_matrix *m = p->matrices; m < p->matrices + p->num_matrices; m++) {
       int64_t count = num_panels(m);
       for (int64_t panel = from > base ? from - base : 0; panel < count && base + panel < to; panel++)

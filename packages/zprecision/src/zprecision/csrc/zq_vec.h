@@ -4,6 +4,9 @@
 #include "zq_api.h"
 
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #define ZQ_FN static inline __attribute__((always_inline))
 
@@ -11,6 +14,8 @@ typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));
 typedef uint32_t u16 __attribute__((vector_size(64)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
 typedef float v8 __attribute__((vector_size(32)));
 typedef double d8 __attribute__((vector_size(64)));
 typedef int8_t c16 __attribute__((vector_size(16)));
@@ -26,12 +31,20 @@ ZQ_FN v16 pick(i16 mask, v16 yes, v16 no) { return (v16)((mask & (i16)yes) | (~m
 /* Nearest integer, halves to even, of |x| < 2^22. */
 ZQ_FN v16 nearest(v16 x) { return (x + 12582912.0f) - 12582912.0f; }
 
-/* Sum of the lanes: lanes l and l + 8, then 4, 2, 1. */
+/* A permutation of the lanes of a vector of 4. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE4(x, a, b, c, d) __builtin_shufflevector(x, x, a, b, c, d)
+#else
+#define SHUFFLE4(x, a, b, c, d) __builtin_shuffle(x, (i4){a, b, c, d})
+#endif
+
+/* Sum of the lanes: lanes l and l + 8, then 4, 2, 1.  Vectors of 4, as gcc permutes 16 lanes one by one. */
 ZQ_FN float sum_lanes(v16 x) {
-  x += __builtin_shuffle(x, (i16){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  x += __builtin_shuffle(x, (i16){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  x += __builtin_shuffle(x, (i16){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-  return x[0] + x[1];
+  v4 part[4];
+  memcpy(part, &x, sizeof x);
+  v4 sum = (part[0] + part[2]) + (part[1] + part[3]);
+  sum += SHUFFLE4(sum, 2, 3, 0, 1);
+  return sum[0] + sum[1];
 }
 
 /* float16 without instructions for it: exact, with subnormal numbers. */
