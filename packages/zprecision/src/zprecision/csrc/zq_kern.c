@@ -426,47 +426,96 @@ static void pack(const uint8_t *codes, uint8_t *vectors, int64_t row_bytes, int6
     }
 }
 
-/* Squares: those of float32 and narrower values are exact in double, so a fused product gives the same bits. */
+/* Squares: those of float32 and narrower values are exact in double, so a fused product gives the same bits.
+ *
+ * Widening by conversion would take longer than reading.  The 15 bits of a narrow magnitude, moved to the exponent and
+ * the upper mantissa of a double, are its value times a power of two, subnormal numbers included; so one vector of
+ * 64-bit lanes gives four of doubles with a shift, a mask and a product each.  Infinity and NaN become finite this way:
+ * the largest pattern tells.
+ */
 
-ZQ_FN d8 add_square(d8 sum, v8 x) {
-  d8 wide = __builtin_convertvector(x, d8);
+/* Doubles in the registers of a level: PARTS vectors hold 8. */
 #if defined(__AVX512F__)
-  return (d8)_mm512_fmadd_pd((__m512d)wide, (__m512d)wide, (__m512d)sum);
+#define WIDTH 64
+#define FUSED(x, sum) (doubles) _mm512_fmadd_pd((__m512d)(x), (__m512d)(x), (__m512d)(sum))
 #elif defined(__AVX2__)
-  typedef double d4 __attribute__((vector_size(32)));
-  d4 low, high, add_low, add_high;
-  memcpy(&low, &wide, 32), memcpy(&high, (char *)&wide + 32, 32);
-  memcpy(&add_low, &sum, 32), memcpy(&add_high, (char *)&sum + 32, 32);
-  add_low = (d4)_mm256_fmadd_pd((__m256d)low, (__m256d)low, (__m256d)add_low);
-  add_high = (d4)_mm256_fmadd_pd((__m256d)high, (__m256d)high, (__m256d)add_high);
-  memcpy(&sum, &add_low, 32), memcpy((char *)&sum + 32, &add_high, 32);
-  return sum;
+#define WIDTH 32
+#define FUSED(x, sum) (doubles) _mm256_fmadd_pd((__m256d)(x), (__m256d)(x), (__m256d)(sum))
 #else
-  return sum + wide * wide;
+#define WIDTH 16
+#define FUSED(x, sum) ((sum) + (x) * (x))
 #endif
-}
+enum { PARTS = 64 / WIDTH };
+typedef double doubles __attribute__((vector_size(WIDTH)));
+typedef float half_floats __attribute__((vector_size(WIDTH / 2)));
+typedef uint64_t words __attribute__((vector_size(WIDTH)));
+typedef int16_t patterns __attribute__((vector_size(WIDTH)));
 
-ZQ_FN double squares_as(const int dtype, const char *at, int64_t numel) {
-  d8 sums[4] = {{0}};
-  const int width = dtype == 0 ? 4 : 2;
-  char tail[128] __attribute__((aligned(64))) = {0};
-  for (int64_t k = 0; k < numel; k += 32, at += 32 * width) {
-    if (numel - k < 32) at = memcpy(tail, at, (size_t)((numel - k) * width));
-    for (int q = 0; q < 2; q++) {
-      v16 x = load_as(dtype, at + 16 * q * width);
-      v8 low, high;
-      memcpy(&low, &x, 32), memcpy(&high, (char *)&x + 32, 32);
-      sums[2 * q] = add_square(sums[2 * q], low);
-      sums[2 * q + 1] = add_square(sums[2 * q + 1], high);
-    }
-  }
-  d8 all = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+ZQ_FN double sum_doubles(doubles (*sums)[PARTS]) {
+  double lanes[4][8], all[8];
+  memcpy(lanes, sums, sizeof lanes);
+  for (int l = 0; l < 8; l++) all[l] = (lanes[0][l] + lanes[2][l]) + (lanes[1][l] + lanes[3][l]);
   return ((all[0] + all[4]) + (all[2] + all[6])) + ((all[1] + all[5]) + (all[3] + all[7]));
 }
 
+/* Element k goes to lane k mod 8 of sum k / 8 mod 4. */
+ZQ_FN double wide_squares(const int dtype, const char *at, int64_t numel) {
+  const int width = dtype == 0 ? 4 : 2;
+  doubles sums[4][PARTS] = {{{0}}};
+  char tail[128] __attribute__((aligned(64))) = {0};
+  for (int64_t k = 0; k < numel; k += 32, at += 32 * width) {
+    float values[32];
+    if (numel - k < 32) at = memcpy(tail, at, (size_t)((numel - k) * width));
+    const char *from = at;
+    if (dtype != 0) {
+      v16 low = load_as(dtype, at), high = load_as(dtype, at + 32);
+      memcpy(values, &low, 64), memcpy(values + 16, &high, 64), from = (const char *)values;
+    }
+    UNROLLED(4) for (int q = 0; q < 4; q++)
+      UNROLLED(4) for (int part = 0; part < PARTS; part++) {
+        half_floats x;
+        memcpy(&x, from + 32 * q + WIDTH / 2 * part, sizeof x);
+        doubles wide = __builtin_convertvector(x, doubles);
+        sums[q][part] = FUSED(wide, sums[q][part]);
+      }
+  }
+  return sum_doubles(sums);
+}
+
+ZQ_FN doubles add_pattern(doubles sum, words moved, const int shift, const double scale) {
+  doubles x = (doubles)(moved & (0x7fffull << shift)) * scale;
+  return FUSED(x, sum);
+}
+
+/* Of bfloat16 (1) and float16 (2): element k goes to lane k / 4 mod 8 of sum k mod 4. */
+ZQ_FN double narrow_squares(const int dtype, const char *at, int64_t numel) {
+  const int shift = dtype == 1 ? 45 : 42;
+  const double scale = dtype == 1 ? 0x1p896 : 0x1p1008;
+  const char *first = at;
+  doubles sums[4][PARTS] = {{{0}}};
+  patterns most = {0};
+  char tail[64] __attribute__((aligned(64))) = {0};
+  for (int64_t k = 0; k < numel; k += 32, at += 64) {
+    if (numel - k < 32) at = memcpy(tail, at, (size_t)((numel - k) * 2));
+    UNROLLED(4) for (int part = 0; part < PARTS; part++) {
+      words w;
+      memcpy(&w, at + WIDTH * part, sizeof w);
+      patterns pattern = (patterns)w & 0x7fff, more = pattern > most;
+      most = (more & pattern) | (~more & most);
+      sums[0][part] = add_pattern(sums[0][part], w << shift, shift, scale);
+      sums[1][part] = add_pattern(sums[1][part], w << (shift - 16), shift, scale);
+      sums[2][part] = add_pattern(sums[2][part], w << (shift - 32), shift, scale);
+      sums[3][part] = add_pattern(sums[3][part], w >> (48 - shift), shift, scale);
+    }
+  }
+  int largest = 0;
+  for (int l = 0; l < WIDTH / 2; l++) largest = most[l] > largest ? most[l] : largest;
+  return largest >= (dtype == 1 ? 0x7f80 : 0x7c00) ? wide_squares(dtype, first, numel) : sum_doubles(sums);
+}
+
 static double squares(int dtype, const void *row, int64_t numel) {
-  if (dtype == 0) return squares_as(0, row, numel);
-  return dtype == 1 ? squares_as(1, row, numel) : squares_as(2, row, numel);
+  if (dtype == 0) return wide_squares(0, row, numel);
+  return dtype == 1 ? narrow_squares(1, row, numel) : narrow_squares(2, row, numel);
 }
 
 const zq_kernels JOIN(zq_kernels, ZQ_SUFFIX) = {panel, dense, activations, quantize,

@@ -59,9 +59,6 @@ enum {
   AHEAD = 2048   /* bytes between what is read and what memory is asked for */
 };
 
-#define PRAGMA(text) _Pragma(#text)
-#define UNROLLED(count) PRAGMA(GCC unroll count)
-
 /* Blocks of one panel and the activations of a tile. */
 typedef struct {
   const uint8_t *codes, *scales, *lows;  /* of the first group; lows: its minima, or NULL */

@@ -10,14 +10,15 @@
 
 #define ZQ_FN static inline __attribute__((always_inline))
 
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLLED(count) PRAGMA(GCC unroll count) /* of the loop that follows */
+
 typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));
 typedef uint32_t u16 __attribute__((vector_size(64)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
 typedef float v4 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
-typedef float v8 __attribute__((vector_size(32)));
-typedef double d8 __attribute__((vector_size(64)));
 typedef int8_t c16 __attribute__((vector_size(16)));
 
 ZQ_FN v16 splat(float x) { return (v16){0} + x; }
