@@ -483,7 +483,7 @@ ZQ_FN double wide_squares(const int dtype, const char *at, int64_t numel) {
 }
 
 ZQ_FN doubles add_pattern(doubles sum, words moved, const int shift, const double scale) {
-  doubles x = (doubles)(moved & (0x7fffull << shift)) * scale;
+  doubles x = (doubles)(moved & ((uint64_t)0x7fff << shift)) * scale;
   return FUSED(x, sum);
 }
 

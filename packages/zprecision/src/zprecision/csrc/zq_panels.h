@@ -2,12 +2,12 @@
  *
  * Problem: one token must cost a read of the weights; a few tokens little more; hundreds must reach the peak of the
  * multipliers.
+ *
  * Design: one kernel multiplies the 16 rows of a run of blocks by up to 8 tokens (4 with 16 registers): every vector
  * of codes is loaded once and meets one broadcast of 4 activations of each token.  Its float sums live in registers
- * and wait in memory between runs.  With one tile the codes are read as they are stored, and memory is asked for the
- * bytes ahead.  With several tiles, the codes of a run are first unpacked to bytes, into the first-level cache, where
- * all tiles read them; meanwhile memory is asked for the next panel, in equal shares, so reading hides behind
- * multiplying.
+ * and wait in memory between runs.  A run, codes and activations, fits the first-level cache, so several tiles read a
+ * panel from memory once; meanwhile memory is asked for the next panel, in equal shares, so reading hides behind
+ * multiplying.  One token reads in order, which processors foresee: asking ahead made it slower.
  *
  * dpbusd (VNNI) multiplies unsigned codes by signed activations, so it sums code * x, and the sum begins at
  * -offset * sum(x).  Without it maddubs multiplies 4 bits of codes and sums in 16 bits: the 16 products of a lane stay
@@ -56,7 +56,7 @@ enum { NIBBLES, WHOLE, PLANES };
 
 enum {
   MOST_RUN = 64, /* blocks of a run */
-  AHEAD = 2048   /* bytes between what is read and what memory is asked for */
+  AHEAD = 4096   /* bytes between what one tile reads and what memory is asked for */
 };
 
 /* Blocks of one panel and the activations of a tile. */
@@ -272,7 +272,7 @@ static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, c
   const panel_form form = form_of(m);
   const int is_split = HAS_PLANES && m->bits == 8 && num_tiles >= 3;
   const int64_t most = num_tiles == 1 ? MOST_RUN : m->bits == 8 ? MOST_RUN / 4 : MOST_RUN / 2;
-  const int64_t lines = (form.block_bytes + 64 * num_tiles - 1) / (64 * num_tiles);
+  const int64_t lines = next ? (form.block_bytes + 64 * num_tiles - 1) / (64 * num_tiles) : 0;
   uint8_t split[HAS_PLANES ? MOST_RUN / 4 * 1024 : 64] __attribute__((aligned(64)));
   int32_t starts[MOST_RUN * ZQ_MOST_TOKENS];
   float inputs[MOST_RUN * ZQ_MOST_TOKENS], of_rows[ZQ_MOST_TILES][ZQ_MOST_TOKENS];
@@ -291,7 +291,7 @@ static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, c
       r.lows = m->has_mins && !form.is_row ? group + form.head / 2 : NULL;
       r.groups = form.is_row ? 1 : count / form.group;
       r.each = form.is_row ? count : form.group;
-      r.ahead = next + first * form.block_bytes + share;
+      r.ahead = next ? next + first * form.block_bytes + share : at;
       r.ahead_lines = share < count * form.block_bytes ? lines : 0;
       const int from_split = is_split && tokens >= MOST_COUNT;
       if (from_split) r.codes = split, r.code_step = r.each * 1024;
@@ -308,7 +308,7 @@ static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, c
 
 static void panel(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
                   float (*out)[ZQ_PANEL]) {
-  panel_tiles(m, at, blocks, tile, 1, at + AHEAD, out);
+  panel_tiles(m, at, blocks, tile, 1, tile->tokens > 1 ? at + AHEAD : NULL, out);
 }
 
 #endif

@@ -6,9 +6,15 @@
  */
 #include "zq_api.h"
 
+#if defined(ZQ_HAS_X86)
+#include <cpuid.h>
+#endif
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 extern const zq_kernels zq_kernels_base;
 #if defined(ZQ_HAS_X86)
@@ -38,7 +44,9 @@ int zq_level_runs_here(int level) {
 #if defined(ZQ_HAS_X86)
   __builtin_cpu_init(); /* checks cpuid, and whether the system saves the registers */
 #define HAS(name) __builtin_cpu_supports(name)
-  if (level >= 1 && !(HAS("avx2") && HAS("fma") && HAS("f16c"))) return 0;
+  unsigned a, b, features = 0, d;
+  __get_cpuid(1, &a, &b, &features, &d); /* clang 14 does not know "f16c" */
+  if (level >= 1 && !(HAS("avx2") && HAS("fma") && (features & bit_F16C))) return 0;
   if (level >= 2 && !(HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl"))) return 0;
   if (level >= 3 && !HAS("avx512vnni")) return 0;
 #endif
@@ -62,6 +70,15 @@ void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads) {
   gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))(uintptr_t)parallel;
   omp_thread_num = (int (*)(void))(uintptr_t)thread_num;
   omp_num_threads = (int (*)(void))(uintptr_t)num_threads;
+}
+
+void zq_use_large_pages(void *at, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t page = 2 << 20, from = ((uintptr_t)at + page - 1) / page * page, to = ((uintptr_t)at + (uintptr_t)bytes) / page * page;
+  if (from < to) madvise((void *)from, to - from, MADV_HUGEPAGE); /* a failure changes the speed only */
+#else
+  (void)at, (void)bytes;
+#endif
 }
 
 /* Threads ------------------------------------------------------------------------------------------------ */

@@ -15,7 +15,9 @@ from zprecision.backends.native import Library, is_addressable, library, num_thr
 from zprecision.quant.formats import Format, Integers, integers
 from zprecision.quant.layout import padded, part_dtypes, part_lengths
 
-__all__ = ["MOST_DENSE_TOKENS", "Matrix", "dense_products", "encode_integers", "pack_panels", "products"]
+__all__ = [
+    "MOST_DENSE_TOKENS", "Matrix", "dense_products", "empty_panels", "encode_integers", "pack_panels", "products",
+]  # fmt: skip
 
 MOST_DENSE_TOKENS = 16  # beyond, torch's matrix product reads plain weights faster
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -43,6 +45,15 @@ def encode_integers(values: Tensor, format: Format) -> dict[str, Tensor] | None:
     job.dtype, job.rule, job.bits = _DTYPES[values.dtype], _RULES[form.scale], form.bits
     job.scale_bytes = parts["scales"].element_size()
     return parts if found.lib.zq_quantize(job, num_threads()) else None
+
+
+def empty_panels(num_bytes: int, device: torch.device) -> Tensor:
+    """Return memory for panels, (num_bytes,) uint8, in large pages where the system has them: they read faster."""
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    found = library()
+    if found is not None and is_addressable(data):
+        found.lib.zq_use_large_pages(_void(found, data), num_bytes)
+    return data
 
 
 def pack_panels(codes: Tensor, scales: Tensor, mins: Tensor | None, form: Integers, panels: Tensor) -> bool:

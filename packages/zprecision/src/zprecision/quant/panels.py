@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zprecision.quant.decode import integer_codes
 from zprecision.quant.formats import BLOCK, Format, Integers, format_name, integers
-from zprecision.quant.kernels import pack_panels
+from zprecision.quant.kernels import empty_panels, pack_panels
 from zprecision.quant.layout import join_nibbles, padded, unflatten
 from zprecision.quant.tensor import QuantizedTensor, checked, read_header, write_header
 
@@ -105,7 +105,7 @@ def pack(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
         return quantized
     rows, columns = quantized.shape
     numel = _num_panels(rows) * _panel_bytes(form, padded(quantized.format, columns))
-    data = torch.empty(numel, dtype=torch.uint8, device=quantized.device)
+    data = empty_panels(numel, quantized.device)
     if not pack_panels(quantized.codes, quantized.scales, quantized.mins, form, data):
         data = pack_rule(quantized, form)
     return PackedTensor(format=quantized.format, shape=(rows, columns), dtype=quantized.dtype, data=data)
