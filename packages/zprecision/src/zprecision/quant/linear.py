@@ -80,14 +80,20 @@ def _check(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
 
 
 def _products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     found = _packed_by_kernels(flat, weights, biases) | _plain_by_kernels(flat, weights, biases)
     return [
-        found[index].to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+        _shaped_as(found[index], x)
         if index in found
         else _by_torch(x, weight, bias)
         for index, (weight, bias) in enumerate(zip(weights, biases, strict=True))
     ]
+
+
+def _shaped_as(product: Tensor, x: Tensor) -> Tensor:
+    if product.dtype != x.dtype:
+        product = product.to(x.dtype)
+    return product if x.dim() == 2 else product.view(*x.shape[:-1], product.shape[-1])
 
 
 def _packed_by_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> dict[int, Tensor]:
