@@ -11,7 +11,11 @@
 #define ZQ_FN static inline __attribute__((always_inline))
 
 #define PRAGMA(text) _Pragma(#text)
-#define UNROLLED(count) PRAGMA(GCC unroll count) /* of the loop that follows */
+#if defined(__clang__) /* the loop that follows */
+#define UNROLLED(count) PRAGMA(clang loop unroll(full))
+#else
+#define UNROLLED(count) PRAGMA(GCC unroll count)
+#endif
 
 typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));

@@ -83,9 +83,7 @@ def _products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | No
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     found = _packed_by_kernels(flat, weights, biases) | _plain_by_kernels(flat, weights, biases)
     return [
-        _shaped_as(found[index], x)
-        if index in found
-        else _by_torch(x, weight, bias)
+        _shaped_as(found[index], x) if index in found else _by_torch(x, weight, bias)
         for index, (weight, bias) in enumerate(zip(weights, biases, strict=True))
     ]
 
