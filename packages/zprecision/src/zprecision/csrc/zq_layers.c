@@ -1,0 +1,366 @@
+/* What a decoder computes between its products, for one instruction set: norms, activations, attention.
+ *
+ * Every sum has one order, in lanes of 16 and without fused products, so all levels give the same bits.
+ *
+ * Attention of a run: keys and values are widened in tiles of 16 positions, each once for all query heads of the group.
+ * Scores of the run, its maximum and its exponentials come before the values, so nothing is rescaled within a run;
+ * runs are merged by their maxima (Dao et al. 2023, "flash decoding").
+ */
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#include "zq_layers.h"
+#include "zq_math.h"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+/* Loads and stores of up to 16 elements: the others are zero, or stay. */
+ZQ_FN v16 load_part(const float *at, int64_t left) {
+  float values[16] = {0};
+  if (left >= 16) return load16(at);
+  memcpy(values, at, (size_t)left * sizeof *at);
+  return load16(values);
+}
+ZQ_FN void store16(float *at, v16 x) { memcpy(at, &x, sizeof x); }
+ZQ_FN void store_part(float *at, v16 x, int64_t left) { memcpy(at, &x, left >= 16 ? sizeof x : (size_t)left * sizeof *at); }
+ZQ_FN v16 load_wide(int dtype, const char *at, int64_t left) {
+  const int width = dtype == 0 ? 4 : 2;
+  char tail[64] __attribute__((aligned(64))) = {0};
+  if (left < 16) at = memcpy(tail, at, (size_t)(left * width));
+  return dtype == 0 ? load_as(0, at) : dtype == 1 ? load_as(1, at) : load_as(2, at);
+}
+
+/* Norms --------------------------------------------------------------------------------------------------- */
+
+/* Sum of (x - mean)^power, power 1 or 2: element k goes to sum k mod 32. */
+ZQ_FN float sum_of(const float *x, int64_t size, const int power, float mean) {
+  v16 even = splat(0), odd = splat(0);
+  for (int64_t k = 0; k < size; k += 32) {
+    v16 low = load_part(x + k, size - k), high = splat(0);
+    if (size - k > 16) high = load_part(x + k + 16, size - k - 16);
+    if (power == 2) {
+      low -= mean, high -= mean;
+      if (size - k < 32) { /* the padding is not x */
+        float mask[32] = {0};
+        for (int64_t l = 0; l < size - k; l++) mask[l] = 1;
+        low *= load16(mask), high *= load16(mask + 16);
+      }
+      low *= low, high *= high;
+    }
+    even += low, odd += high;
+  }
+  return sum_lanes(even + odd);
+}
+
+typedef struct {
+  float mean, scale;
+} moments;
+
+ZQ_FN moments moments_of(const zq_norm *norm, const float *x) {
+  moments m = {0, 0};
+  if (norm->is_centered) m.mean = sum_of(x, norm->size, 1, 0) / (float)norm->size;
+  m.scale = 1.0f / __builtin_sqrtf(sum_of(x, norm->size, 2, m.mean) / (float)norm->size + norm->eps);
+  return m;
+}
+
+/* Elements [first, first + size) of a normalized row; x and out are at `first`. */
+ZQ_FN void scale_by(const zq_norm *norm, moments m, const float *x, float *out, int64_t first, int64_t size) {
+  const int64_t weight_width = norm->weight_dtype == 0 ? 4 : 2, bias_width = norm->bias_dtype == 0 ? 4 : 2;
+  for (int64_t k = 0; k < size; k += 16) {
+    v16 value = (load_part(x + k, size - k) - m.mean) * m.scale;
+    if (norm->weight)
+      value *= load_wide(norm->weight_dtype, (const char *)norm->weight + (first + k) * weight_width, size - k) + norm->offset;
+    if (norm->bias) value += load_wide(norm->bias_dtype, (const char *)norm->bias + (first + k) * bias_width, size - k);
+    store_part(out + k, value, size - k);
+  }
+}
+
+static void norm(const zq_norm *n, const float *x, float *out) { scale_by(n, moments_of(n, x), x, out, 0, n->size); }
+
+/* Elements ------------------------------------------------------------------------------------------------ */
+
+static void add(float *x, const float *values, float factor, int64_t numel) {
+  for (int64_t k = 0; k < numel; k += 16)
+    store_part(x + k, load_part(x + k, numel - k) + factor * load_part(values + k, numel - k), numel - k);
+}
+
+static void bias(float *x, int dtype, const void *values, int64_t numel) {
+  const int64_t width = dtype == 0 ? 4 : 2;
+  for (int64_t k = 0; k < numel; k += 16)
+    store_part(x + k, load_part(x + k, numel - k) + load_wide(dtype, (const char *)values + k * width, numel - k), numel - k);
+}
+
+ZQ_FN void activate_as(const int act, const float *x, const float *factors, float *out, int64_t numel) {
+  for (int64_t k = 0; k < numel; k += 16) {
+    v16 value = act16(act, load_part(x + k, numel - k));
+    if (factors) value *= load_part(factors + k, numel - k);
+    store_part(out + k, value, numel - k);
+  }
+}
+
+static void activate(int act, const float *x, const float *factors, float *out, int64_t numel) {
+#define CASE(name) \
+  case name: activate_as(name, x, factors, out, numel); break;
+  switch (act) {
+    CASE(ACT_SILU) CASE(ACT_GELU) CASE(ACT_GELU_TANH) CASE(ACT_RELU) CASE(ACT_QUICK_GELU) CASE(ACT_SQUARED_RELU)
+    CASE(ACT_TANH) CASE(ACT_EXP) CASE(ACT_ERF)
+  }
+}
+
+static void cap(float *x, float factor, float softcap, int64_t numel) {
+  for (int64_t k = 0; k < numel; k += 16) {
+    v16 value = load_part(x + k, numel - k) * factor;
+    if (softcap != 0) value = tanh16(value / softcap) * softcap;
+    store_part(x + k, value, numel - k);
+  }
+}
+
+/* Heads --------------------------------------------------------------------------------------------------- */
+
+/* Rotate the first features of a head in place. */
+static void rotate(const zq_block *b, int64_t position, float *x) {
+  const int64_t half = b->rotary_size / 2, step = b->is_neighbours ? 2 : 1, apart = b->is_neighbours ? 1 : half;
+  const float *cos = b->cos + position * half, *sin = b->sin + position * half;
+  for (int64_t k = 0; k < half; k++) {
+    float one = x[step * k], two = x[step * k + apart];
+    x[step * k] = one * cos[k] - two * sin[k];
+    x[step * k + apart] = two * cos[k] + one * sin[k];
+  }
+}
+
+/* Copy head `index` of queries or keys, `from` being its first element, normalized and rotated; `m` is of the whole row
+ * if the norm is over all heads. */
+static void take_head(const zq_block *b, const zq_norm *n, const moments *whole, const float *from, int64_t index,
+                      int64_t position, float *out) {
+  const int64_t size = b->head_size, padded = ZQ_PADDED(size);
+  memset(out + size, 0, (size_t)(padded - size) * sizeof *out);
+  if (!n->size)
+    memcpy(out, from, (size_t)size * sizeof *out);
+  else if (n->size == size)
+    scale_by(n, moments_of(n, from), from, out, 0, size);
+  else
+    scale_by(n, *whole, from, out, index * size, size);
+  if (b->rotary_size) rotate(b, position, out);
+}
+
+/* Round to bfloat16, to nearest, halves to even. */
+ZQ_FN uint16_t narrow_bfloat(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+  return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+/* Codes of 8 bits with one scale, as activations.py rounds a block. */
+static float narrow_codes(const float *x, int64_t size, int8_t *out) {
+  uint32_t peak = 0, bits;
+  float largest;
+  for (int64_t k = 0; k < size; k++) {
+    memcpy(&bits, x + k, 4);
+    bits &= 0x7fffffffu;
+    peak = bits > peak ? bits : peak;
+  }
+  memcpy(&largest, &peak, 4);
+  const int is_finite = peak < 0x7f800000u, is_tiny = peak < 0x0d800000u;
+  const float inverse = is_finite && !is_tiny ? 127.0f / largest : 0;
+  for (int64_t k = 0; k < size; k++) {
+    float code = is_finite ? (x[k] * inverse + 12582912.0f) - 12582912.0f : 0;
+    out[k] = (int8_t)code;
+  }
+  return !is_finite ? __builtin_nanf("") : is_tiny ? 0 : largest / 127.0f;
+}
+
+/* Write a head into the cache; `at` counts positions of all heads and slots. */
+static void write_head(const zq_block *b, void *cache, float *scales, int64_t at, const float *x) {
+  const int64_t size = b->head_size;
+  if (b->cache_dtype == 0)
+    memcpy((float *)cache + at * size, x, (size_t)size * sizeof *x);
+  else if (b->cache_dtype == 3)
+    scales[at] = narrow_codes(x, size, (int8_t *)cache + at * size);
+  else
+    for (int64_t k = 0; k < size; k++)
+      ((uint16_t *)cache)[at * size + k] = b->cache_dtype == 1 ? narrow_bfloat(x[k]) : narrow_half(x[k]);
+}
+
+/* Attention ----------------------------------------------------------------------------------------------- */
+
+/* Rows of a tile as float32: 16 positions, those beyond `count` zero. */
+typedef struct {
+  const float *rows;
+  int64_t stride;
+} tile;
+
+ZQ_FN void widen_row(const int dtype, const char *from, float scale, int64_t size, float *out) {
+  for (int64_t k = 0; k < size; k += 16) {
+    v16 wide;
+    if (dtype == 3) {
+      c16 codes = {0};
+      memcpy(&codes, from + k, size - k < 16 ? (size_t)(size - k) : sizeof codes);
+      wide = __builtin_convertvector(codes, v16) * scale;
+    } else {
+      wide = load_wide(dtype, from + k * (dtype == 0 ? 4 : 2), size - k);
+    }
+    store16(out + k, wide);
+  }
+}
+
+ZQ_FN tile widen_as(const int dtype, const char *cache, const float *scales, int64_t at, int64_t count, int64_t size, float *out) {
+  const int64_t padded = ZQ_PADDED(size), width = dtype == 0 ? 4 : dtype == 3 ? 1 : 2;
+  for (int64_t p = 0; p < count; p++)
+    widen_row(dtype, cache + (at + p) * size * width, dtype == 3 ? scales[at + p] : 1, size, out + p * padded);
+  memset(out + count * padded, 0, (size_t)((16 - count) * padded) * sizeof *out);
+  return (tile){out, padded};
+}
+
+static tile widen(const zq_block *b, const void *cache, const float *scales, int64_t at, int64_t count, float *out) {
+  const int64_t size = b->head_size;
+  if (b->cache_dtype == 0 && size % 16 == 0 && count == 16) return (tile){(const float *)cache + at * size, size};
+  switch (b->cache_dtype) {
+    case 0: return widen_as(0, cache, scales, at, count, size, out);
+    case 1: return widen_as(1, cache, scales, at, count, size, out);
+    case 2: return widen_as(2, cache, scales, at, count, size, out);
+    default: return widen_as(3, cache, scales, at, count, size, out);
+  }
+}
+
+/* Sums of lanes of two vectors at once: lanes of `one` and of `two` by turns of `width`. */
+#define FOLD8(a, b)                                                                                               \
+  (__builtin_shuffle(a, b, (i16){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +                        \
+   __builtin_shuffle(a, b, (i16){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}))
+#define FOLD4(a, b)                                                                                               \
+  (__builtin_shuffle(a, b, (i16){0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}) +                      \
+   __builtin_shuffle(a, b, (i16){4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31}))
+#define FOLD2(a, b)                                                                                               \
+  (__builtin_shuffle(a, b, (i16){0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}) +                      \
+   __builtin_shuffle(a, b, (i16){2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31}))
+#define FOLD1(a, b)                                                                                               \
+  (__builtin_shuffle(a, b, (i16){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}) +                     \
+   __builtin_shuffle(a, b, (i16){1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31}))
+
+/* Lane 4 r + l of the result: the sum of lanes l, l + 4, l + 8, l + 12 of the product of the query and row r of 4. */
+ZQ_FN v16 dots4(const float *query, const float *rows, int64_t stride, int64_t padded) {
+  v16 a = splat(0), b = splat(0), c = splat(0), d = splat(0);
+  for (int64_t k = 0; k < padded; k += 16) {
+    v16 q = load16(query + k);
+    a += q * load16(rows + k);
+    b += q * load16(rows + stride + k);
+    c += q * load16(rows + 2 * stride + k);
+    d += q * load16(rows + 3 * stride + k);
+  }
+  v16 ab = FOLD8(a, b), cd = FOLD8(c, d);
+  return FOLD4(ab, cd);
+}
+
+/* Scores of a query and 16 rows. */
+ZQ_FN v16 dots16(const float *query, tile t, int64_t padded) {
+  v16 a = dots4(query, t.rows, t.stride, padded), b = dots4(query, t.rows + 4 * t.stride, t.stride, padded);
+  v16 c = dots4(query, t.rows + 8 * t.stride, t.stride, padded), d = dots4(query, t.rows + 12 * t.stride, t.stride, padded);
+  v16 ab = FOLD2(a, b), cd = FOLD2(c, d);
+  return FOLD1(ab, cd);
+}
+
+/* out += weights . rows, for up to 64 features in registers. */
+ZQ_FN void mix_as(const int vectors, const float *weights, const float *rows, int64_t stride, float *out) {
+  v16 a = load16(out), b = splat(0), c = splat(0), d = splat(0);
+  if (vectors > 1) b = load16(out + 16), c = load16(out + 32), d = load16(out + 48);
+  for (int64_t p = 0; p < 16; p++) {
+    const float *row = rows + p * stride;
+    float w = weights[p];
+    a += w * load16(row);
+    if (vectors > 1) b += w * load16(row + 16), c += w * load16(row + 32), d += w * load16(row + 48);
+  }
+  store16(out, a);
+  if (vectors > 1) store16(out + 16, b), store16(out + 32, c), store16(out + 48, d);
+}
+
+static void mix(const float *weights, tile t, int64_t padded, float *out) {
+  int64_t k = 0;
+  for (; k + 64 <= padded; k += 64) mix_as(4, weights, t.rows + k, t.stride, out + k);
+  for (; k < padded; k += 16) mix_as(1, weights, t.rows + k, t.stride, out + k);
+}
+
+ZQ_FN float max_lanes(v16 x) {
+  float most = x[0];
+  for (int l = 1; l < 16; l++) most = x[l] > most ? x[l] : most;
+  return most;
+}
+
+/* Turn the scores of a run, `count` vectors, into exponentials; return their maximum and sum. */
+static void exponentials(float *scores, int64_t count, float *maximum, float *total) {
+  v16 most = load16(scores), sum = splat(0);
+  for (int64_t k = 1; k < count; k++) {
+    v16 s = load16(scores + 16 * k);
+    most = pick(s > most, s, most);
+  }
+  *maximum = max_lanes(most);
+  for (int64_t k = 0; k < count; k++) {
+    v16 power = exp16(load16(scores + 16 * k) - *maximum);
+    store16(scores + 16 * k, power);
+    sum += power;
+  }
+  *total = sum_lanes(sum);
+}
+
+static void attend(const zq_attention *a) {
+  static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const zq_block *b = a->block;
+  const int64_t group = b->num_heads / b->num_kv_heads, size = b->head_size, padded = ZQ_PADDED(size);
+  const int64_t base = (a->slot * b->num_kv_heads + a->kv_head) * a->capacity, count = (a->end - a->first + 15) / 16;
+  float *queries = a->scratch, *head = queries + group * padded, *rows = head + padded, *scores = rows + 16 * padded;
+  moments whole = {0, 0};
+  if (b->query_norm.size > size) whole = moments_of(&b->query_norm, a->row);
+  for (int64_t h = 0; h < group; h++)
+    take_head(b, &b->query_norm, &whole, a->row + a->kv_head * b->query_stride + h * size, a->kv_head * group + h,
+              a->position, queries + h * padded);
+  if (a->end == a->position + 1) { /* the run of the new token writes it */
+    const int64_t from = a->kv_head * b->kv_stride;
+    if (b->key_norm.size > size) whole = moments_of(&b->key_norm, a->row + b->key_at);
+    take_head(b, &b->key_norm, &whole, a->row + b->key_at + from, a->kv_head, a->position, head);
+    write_head(b, b->keys, b->key_scales, base + a->position, head);
+    write_head(b, b->values, b->value_scales, base + a->position, a->row + b->value_at + from);
+  }
+  for (int64_t k = 0; k < count; k++) {
+    const int64_t left = a->end - a->first - 16 * k;
+    tile t = widen(b, b->keys, b->key_scales, base + a->first + 16 * k, left < 16 ? left : 16, rows);
+    for (int64_t h = 0; h < group; h++) {
+      v16 score = dots16(queries + h * padded, t, padded) * b->scale;
+      if (b->softcap != 0) score = tanh16(score / b->softcap) * b->softcap;
+      if (left < 16) score = pick(load16(numbers) < (float)left, score, splat(-__builtin_inff()));
+      store16(scores + h * ZQ_RUN + 16 * k, score);
+    }
+  }
+  for (int64_t h = 0; h < group; h++) {
+    float *out = a->partials + h * a->partial_stride;
+    exponentials(scores + h * ZQ_RUN, count, out + padded, out + padded + 1);
+    memset(out, 0, (size_t)padded * sizeof *out);
+  }
+  for (int64_t k = 0; k < count; k++) {
+    const int64_t left = a->end - a->first - 16 * k;
+    tile t = widen(b, b->values, b->value_scales, base + a->first + 16 * k, left < 16 ? left : 16, rows);
+    for (int64_t h = 0; h < group; h++)
+      mix(scores + h * ZQ_RUN + 16 * k, t, padded, a->partials + h * a->partial_stride);
+  }
+}
+
+/* out, (size,), from the partial results of a head's runs. */
+static void merge(const float *partials, int64_t num_runs, int64_t size, float *out) {
+  const int64_t padded = ZQ_PADDED(size), stride = ZQ_PARTIAL_FLOATS(size);
+  float most = partials[padded], total = 0;
+  for (int64_t r = 1; r < num_runs; r++) {
+    float maximum = partials[r * stride + padded];
+    most = maximum > most ? maximum : most;
+  }
+  for (int64_t r = 0; r < num_runs; r++)
+    total += exp16(splat(partials[r * stride + padded] - most))[0] * partials[r * stride + padded + 1];
+  for (int64_t k = 0; k < size; k += 16) {
+    v16 sum = splat(0);
+    for (int64_t r = 0; r < num_runs; r++) {
+      v16 weight = exp16(splat(partials[r * stride + padded] - most));
+      sum += weight * load16(partials + r * stride + k);
+    }
+    store_part(out + k, sum / total, size - k);
+  }
+}
+
+const zq_layer_kernels JOIN(zq_layers, ZQ_SUFFIX) = {norm, add, bias, activate, cap, attend, merge};
