@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import TypeVar, final
 
 import attrs
 import torch
@@ -56,6 +56,7 @@ _INPUTS = {
     MLPInput.BLOCK: decoding.FusedMLPInput.BLOCK,
     MLPInput.ATTENTION: decoding.FusedMLPInput.ATTENTION,
 }
+Value = TypeVar("Value", decoding.FusedBlock, decoding.FusedHead)
 HEAD = "head"  # the last norm and the projection to the vocabulary, in reports
 
 
@@ -161,9 +162,7 @@ def _parts(num_blocks: int, fused: Sequence[int], *, with_head: bool) -> tuple[P
 # -- translation -----------------------------------------------------------------------------
 
 
-def _or_reason(
-    make: Callable[[], decoding.FusedBlock] | Callable[[], decoding.FusedHead],
-) -> decoding.FusedBlock | decoding.FusedHead | str:
+def _or_reason(make: Callable[[], Value]) -> Value | str:
     try:
         value = make()
     except _NotFusedError as error:
