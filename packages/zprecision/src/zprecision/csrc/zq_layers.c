@@ -191,13 +191,31 @@ typedef struct {
   int64_t stride;
 } tile;
 
+/* gcc converts vectors of bytes element by element. */
+ZQ_FN v16 widen_codes(c16 codes) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
+#elif defined(__AVX2__)
+  v16 wide;
+  __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)codes));
+  __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)codes, 8)));
+  memcpy(&wide, &low, 32), memcpy((char *)&wide + 32, &high, 32);
+  return wide;
+#else
+  return __builtin_convertvector(codes, v16);
+#endif
+}
+
 ZQ_FN void widen_row(const int dtype, const char *from, float scale, int64_t size, float *out) {
   for (int64_t k = 0; k < size; k += 16) {
     v16 wide;
     if (dtype == 3) {
       c16 codes = {0};
-      memcpy(&codes, from + k, size - k < 16 ? (size_t)(size - k) : sizeof codes);
-      wide = __builtin_convertvector(codes, v16) * scale;
+      if (size - k >= 16)
+        memcpy(&codes, from + k, sizeof codes);
+      else
+        memcpy(&codes, from + k, (size_t)(size - k));
+      wide = widen_codes(codes) * scale;
     } else {
       wide = load_wide(dtype, from + k * (dtype == 0 ? 4 : 2), size - k);
     }
