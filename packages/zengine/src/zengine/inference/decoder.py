@@ -42,12 +42,18 @@ class DecoderPass:
             rotary = block.attention.rotary
             if rotary is not None and id(rotary.make_tables) not in self._tables:
                 self._tables[id(rotary.make_tables)] = _tables(rotary, cache.capacity)
-        self._fusion = Fusion.make(decoder, cache, self._tables)
+        self._fusion: Fusion | None = None  # made by the first step that needs it
 
     @property
     def fused(self) -> FusionReport:
         """Names of the parts that `forward_each` runs in C, and why others do not."""
-        return self._fusion.report
+        return self._current_fusion().report
+
+    def _current_fusion(self) -> Fusion:
+        """Return the fused parts; they are made anew if a parameter got other memory."""
+        if self._fusion is None or not self._fusion.is_current:
+            self._fusion = Fusion.make(self.decoder, self.cache, self._tables)
+        return self._fusion
 
     @torch.no_grad()
     def forward(self, ids: Tensor, slot: int) -> Tensor:
@@ -74,23 +80,22 @@ class DecoderPass:
             raise ValueError(f"forward_each() got {len(ids)} tokens for the slots {list(slots)}: pass one for each")
         for slot in slots:
             self._check_room(slot, 1)
-        if not self._fusion.is_current:  # a parameter has other memory
-            self._fusion = Fusion.make(self.decoder, self.cache, self._tables)
-        if not self._fusion.report.fused:
+        fusion = self._current_fusion()
+        if not fusion.report.fused:
             return torch.stack([self.forward(ids[at : at + 1], slot) for at, slot in enumerate(slots)])
-        most = self._fusion.most_sequences
-        parts = [self._each(ids[at : at + most], slots[at : at + most]) for at in range(0, len(slots), most)]
+        most = fusion.most_sequences
+        parts = [self._each(fusion, ids[at : at + most], slots[at : at + most]) for at in range(0, len(slots), most)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _each(self, ids: Tensor, slots: Sequence[int]) -> Tensor:
+    def _each(self, fusion: Fusion, ids: Tensor, slots: Sequence[int]) -> Tensor:
         """Run fused blocks on all tokens at once, and others on one after the other."""
         lengths = [self.cache.lengths[slot] for slot in slots]
         positions = torch.tensor(lengths)
         x = self._embedded(ids, positions)
         dtype, wide, logits = x.dtype, x.float().contiguous(), None
-        for part in self._fusion.parts:
+        for part in fusion.parts:
             if part.fused is not None:
-                logits = self._fusion.run(wide, slots, lengths, part)
+                logits = fusion.run(wide, slots, lengths, part)
                 continue
             for index, (at, slot) in itertools.product(part.blocks, enumerate(slots)):
                 row = wide[at].to(dtype).view(1, 1, -1)

@@ -33,7 +33,6 @@ static const zq_layer_kernels *const layers[] = {&zq_layers_base, &zq_layers_v3,
 static const zq_layer_kernels *const layers[] = {&zq_layers_base};
 #endif
 
-enum { WIDE = 32 }; /* rows of a unit, at most */
 enum { INPUT_RESIDUAL, INPUT_BLOCK, INPUT_SOURCE };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -158,7 +157,7 @@ static void finish_row(const step *s, const activations *x, int64_t token, int64
 /* Products ------------------------------------------------------------------------------------------------ */
 
 static void panel_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
-                       float (*out)[WIDE]) {
+                       float (*out)[ZQ_WIDE]) {
   const int64_t tokens = s->given->tokens, bytes = zq_panel_bytes(&p->matrix, p->columns);
   const int64_t blocks = zq_matrix_blocks(&p->matrix, p->columns);
   float values[ZQ_MOST_TOKENS][ZQ_PANEL];
@@ -178,22 +177,15 @@ static void panel_rows(const step *s, const zq_projection *p, const activations 
 }
 
 static void plain_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
-                       float (*out)[WIDE]) {
-  const int64_t tokens = s->given->tokens, width = p->dtype == 0 ? 4 : 2;
-  float values[4];
-  for (int64_t row = 0; row < count; row++)
-    for (int64_t token = 0; token < tokens;) {
-      int size = tokens - token >= 4 ? 4 : tokens - token >= 2 ? 2 : 1;
-      s->products->dense(p->dtype, p->matrix.data + (first + row) * p->columns * width, x->floats + token * x->stride,
-                         p->columns, x->stride, size, values);
-      for (int k = 0; k < size; k++) out[token + k][row] = values[k];
-      token += size;
-    }
+                       float (*out)[ZQ_WIDE]) {
+  const int64_t width = p->dtype == 0 ? 4 : 2;
+  s->layers->plain(p->dtype, (const char *)p->matrix.data + first * p->columns * width, p->columns, count, x->floats,
+                   x->stride, s->given->tokens, out);
 }
 
 /* Rows [first, first + count) of a projection for all tokens, with its bias. */
 static void product_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
-                         float (*out)[WIDE]) {
+                         float (*out)[ZQ_WIDE]) {
   (p->dtype < 0 ? panel_rows : plain_rows)(s, p, x, first, count, out);
   if (!p->bias) return;
   const char *bias = (const char *)p->bias + first * (p->bias_dtype == 0 ? 4 : 2);
@@ -209,7 +201,7 @@ typedef void phase(step *s, int64_t from, int64_t to, int thread);
 /* Add a product of all tokens to the residual stream. */
 static void add_rows(step *s, const zq_projection *p, const activations *x, const zq_norm *norm, float factor,
                      int64_t from, int64_t to) {
-  float values[16][WIDE];
+  float values[16][ZQ_WIDE];
   const int64_t width = s->decoder->width;
   for (int64_t unit = from; unit < to; unit++) {
     int64_t first = unit * ZQ_PANEL, count = width - first < ZQ_PANEL ? width - first : ZQ_PANEL;
@@ -270,7 +262,7 @@ static int64_t project_units(const zq_block *b) {
 
 static void project(step *s, int64_t from, int64_t to, int thread) {
   const zq_block *b = s->block;
-  float values[16][WIDE];
+  float values[16][ZQ_WIDE];
   int64_t base = 0, column = 0;
   (void)thread;
   for (const zq_projection *p = b->qkv; p < b->qkv + b->num_qkv; p++) {
@@ -362,17 +354,17 @@ static void mlp_inputs(step *s, int64_t from, int64_t to, int thread) {
 static void grow(step *s, int64_t from, int64_t to, int thread) {
   const zq_block *b = s->block;
   const int64_t size = b->down.columns, up_at = b->has_gate == 2 ? size : 0;
-  float gate[16][WIDE], up[16][WIDE];
+  float gate[16][ZQ_WIDE], up[16][ZQ_WIDE];
   (void)thread;
   for (int64_t unit = from; unit < to; unit++) {
-    const int64_t first = unit * WIDE, count = size - first < WIDE ? size - first : WIDE;
+    const int64_t first = unit * ZQ_WIDE, count = size - first < ZQ_WIDE ? size - first : ZQ_WIDE;
     if (b->has_gate) product_rows(s, &b->gate, &s->mlp_input, first, count, gate);
     product_rows(s, &b->up, &s->mlp_input, up_at + first, count, up);
     for (int64_t token = 0; token < s->given->tokens; token++) {
       float *out = s->grown.floats + token * s->grown.stride + first;
       s->layers->activate(b->act, b->has_gate ? gate[token] : up[token], b->has_gate ? up[token] : NULL, out, count);
       if (first + count == size) pad_floats(&s->grown, token, size);
-      if (b->down.dtype < 0) quantize_blocks(s, &s->grown, token, first, WIDE, size);
+      if (b->down.dtype < 0) quantize_blocks(s, &s->grown, token, first, ZQ_WIDE, size);
     }
   }
 }
@@ -400,7 +392,7 @@ static void last_norm(step *s, int64_t from, int64_t to, int thread) {
 static void head(step *s, int64_t from, int64_t to, int thread) {
   const zq_projection *p = &s->decoder->head;
   const int64_t rows = p->matrix.rows;
-  float values[16][WIDE];
+  float values[16][ZQ_WIDE];
   (void)thread;
   for (int64_t unit = from; unit < to; unit++) {
     int64_t first = unit * ZQ_PANEL, count = rows - first < ZQ_PANEL ? rows - first : ZQ_PANEL;
@@ -434,7 +426,7 @@ static void run_step(void *context, int thread, int num_threads) {
     share(&s, merge, tokens, thread, num_threads);
     share(&s, output, units_of(width, ZQ_PANEL), thread, num_threads);
     if (b->out_norm.size || b->mlp_input == INPUT_RESIDUAL) share(&s, mlp_inputs, tokens, thread, num_threads);
-    share(&s, grow, units_of(b->down.columns, WIDE), thread, num_threads);
+    share(&s, grow, units_of(b->down.columns, ZQ_WIDE), thread, num_threads);
     share(&s, shrink, units_of(width, ZQ_PANEL), thread, num_threads);
     if (b->mlp_out_norm.size) share(&s, mlp_norms, tokens, thread, num_threads);
   }

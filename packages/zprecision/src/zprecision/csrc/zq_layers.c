@@ -31,6 +31,128 @@ ZQ_FN v16 load_wide(int dtype, const char *at, int64_t left) {
   return dtype == 0 ? load_as(0, at) : dtype == 1 ? load_as(1, at) : load_as(2, at);
 }
 
+/* Products with rows of floats --------------------------------------------------------------------------- */
+
+/* Element k goes to sum k mod 64; the sums are added by halves, as in zq_kern.c.
+ *
+ * One token: a row after the other.  More: a chunk of a few rows is widened once, in the order of memory, and then
+ * multiplied by few tokens at a time, so that all sums of rows x tokens stay in registers. */
+#if defined(__AVX512F__)
+enum { TILE_ROWS = 4, TILE_TOKENS = 4 };
+#else
+enum { TILE_ROWS = 2, TILE_TOKENS = 2 };
+#endif
+enum { CHUNK = 256 };
+
+ZQ_FN v16 quarter_of(const int dtype, const char *row, int64_t k, int64_t columns) {
+  const int width = dtype == 0 ? 4 : 2;
+  if (columns - k >= 16) return load_as(dtype, row + k * width);
+  char tail[64] __attribute__((aligned(64))) = {0};
+  if (columns > k) memcpy(tail, row + k * width, (size_t)((columns - k) * width));
+  return load_as(dtype, tail);
+}
+
+ZQ_FN v16 one_row(const int dtype, const char *row, int64_t columns, const float *x) {
+  const int width = dtype == 0 ? 4 : 2;
+  const int64_t whole = columns / 64 * 64;
+  v16 a = splat(0), b = a, c = a, d = a;
+  for (int64_t k = 0; k < whole; k += 64) {
+    a += load_as(dtype, row + k * width) * load16(x + k);
+    b += load_as(dtype, row + (k + 16) * width) * load16(x + k + 16);
+    c += load_as(dtype, row + (k + 32) * width) * load16(x + k + 32);
+    d += load_as(dtype, row + (k + 48) * width) * load16(x + k + 48);
+  }
+  if (whole < columns) {
+    a += quarter_of(dtype, row, whole, columns) * load16(x + whole);
+    b += quarter_of(dtype, row, whole + 16, columns) * load16(x + whole + 16);
+    c += quarter_of(dtype, row, whole + 32, columns) * load16(x + whole + 32);
+    d += quarter_of(dtype, row, whole + 48, columns) * load16(x + whole + 48);
+  }
+  return (a + c) + (b + d);
+}
+
+ZQ_FN void one_token(const int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, float *out) {
+  for (int64_t r = 0; r < rows; r++)
+    out[r] = sum_lanes(one_row(dtype, weights + r * columns * (dtype == 0 ? 4 : 2), columns, x));
+}
+
+/* Add a chunk's products of all rows of a tile and `tokens` tokens to sums[token][row][quarter]. */
+ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_t stride, int64_t length,
+                     v16 (*sums)[TILE_ROWS][4]) {
+  for (int q = 0; q < 4; q++) {
+    v16 all[TILE_TOKENS][TILE_ROWS];
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 4
+      for (int r = 0; r < TILE_ROWS; r++) all[t][r] = sums[t][r][q];
+    for (int64_t k = 16 * q; k < length; k += 64) {
+      v16 w[TILE_ROWS];
+#pragma GCC unroll 4
+      for (int r = 0; r < TILE_ROWS; r++) w[r] = load16(wide + r * CHUNK + k);
+#pragma GCC unroll 4
+      for (int t = 0; t < tokens; t++) {
+        const v16 value = load16(x + t * stride + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < TILE_ROWS; r++) all[t][r] += w[r] * value;
+      }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 4
+      for (int r = 0; r < TILE_ROWS; r++) sums[t][r][q] = all[t][r];
+  }
+}
+
+/* Tokens of a tile: TILE_TOKENS, and for the rest 2, 1. */
+ZQ_FN int64_t add_tokens(const float *wide, const float *x, int64_t stride, int64_t length, int64_t tokens,
+                         v16 (*sums)[TILE_ROWS][4]) {
+  if (TILE_TOKENS == 4 && tokens >= 4) return add_chunk(TILE_TOKENS, wide, x, stride, length, sums), 4;
+  if (tokens >= 2) return add_chunk(2, wide, x, stride, length, sums), 2;
+  return add_chunk(1, wide, x, stride, length, sums), 1;
+}
+
+ZQ_FN void tile_of(const int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
+                   int64_t tokens, float (*out)[ZQ_WIDE]) {
+  const int64_t width = dtype == 0 ? 4 : 2;
+  float wide[TILE_ROWS * CHUNK] __attribute__((aligned(64)));
+  v16 sums[16][TILE_ROWS][4];
+  memset(sums, 0, (size_t)tokens * sizeof *sums);
+  for (int64_t first = 0; first < columns; first += CHUNK) {
+    const int64_t left = columns - first, length = left < CHUNK ? (left + 63) / 64 * 64 : CHUNK;
+    for (int64_t r = 0; r < TILE_ROWS; r++) {
+      const char *row = weights + (r < rows ? r : 0) * columns * width; /* a missing row counts for nothing */
+      for (int64_t k = 0; k < length; k += 16) store16(wide + r * CHUNK + k, quarter_of(dtype, row, first + k, columns));
+    }
+    for (int64_t t = 0; t < tokens;)
+      t += add_tokens(wide, x + t * stride + first, stride, length, tokens - t, sums + t);
+  }
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t r = 0; r < rows; r++)
+      out[t][r] = sum_lanes((sums[t][r][0] + sums[t][r][2]) + (sums[t][r][1] + sums[t][r][3]));
+}
+
+ZQ_FN void plain_as(const int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
+                    int64_t tokens, float (*out)[ZQ_WIDE]) {
+  if (tokens == 1) {
+    one_token(dtype, weights, columns, rows, x, out[0]);
+    return;
+  }
+  for (int64_t first = 0; first < rows; first += TILE_ROWS) {
+    float values[16][ZQ_WIDE];
+    const int64_t count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
+    tile_of(dtype, weights + first * columns * (dtype == 0 ? 4 : 2), columns, count, x, stride, tokens, values);
+    for (int64_t t = 0; t < tokens; t++) memcpy(out[t] + first, values[t], (size_t)count * sizeof **out);
+  }
+}
+
+static void plain(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
+                  int64_t tokens, float (*out)[ZQ_WIDE]) {
+  if (dtype == 0)
+    plain_as(0, weights, columns, rows, x, stride, tokens, out);
+  else
+    plain_as(1, weights, columns, rows, x, stride, tokens, out);
+}
+
 /* Norms --------------------------------------------------------------------------------------------------- */
 
 /* Sum of (x - mean)^power, power 1 or 2: element k goes to sum k mod 32. */
@@ -320,6 +442,13 @@ static void exponentials(float *scores, int64_t count, float *maximum, float *to
   *total = sum_lanes(sum);
 }
 
+/* Ask for the memory of a tile: a run is too short for the processor to find out that it is read in order. */
+static void expect(const zq_block *b, const void *cache, int64_t at, int64_t end) {
+  const int64_t row = b->head_size * (b->cache_dtype == 0 ? 4 : b->cache_dtype == 3 ? 1 : 2);
+  const char *stop = (const char *)cache + (at + 16 < end ? at + 16 : end) * row;
+  for (const char *line = (const char *)cache + at * row; line < stop; line += 64) __builtin_prefetch(line, 0, 2);
+}
+
 static void attend(const zq_attention *a) {
   static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const zq_block *b = a->block;
@@ -327,6 +456,8 @@ static void attend(const zq_attention *a) {
   const int64_t base = (a->slot * b->num_kv_heads + a->kv_head) * a->capacity, count = (a->end - a->first + 15) / 16;
   float *queries = a->scratch, *head = queries + group * padded, *rows = head + padded, *scores = rows + 16 * padded;
   moments whole = {0, 0};
+  expect(b, b->keys, base + a->first, base + a->end);
+  expect(b, b->keys, base + a->first + 16, base + a->end);
   if (b->query_norm.size > size) whole = moments_of(&b->query_norm, a->row);
   for (int64_t h = 0; h < group; h++)
     take_head(b, &b->query_norm, &whole, a->row + a->kv_head * b->query_stride + h * size, a->kv_head * group + h,
@@ -339,8 +470,10 @@ static void attend(const zq_attention *a) {
     write_head(b, b->values, b->value_scales, base + a->position, a->row + b->value_at + from);
   }
   for (int64_t k = 0; k < count; k++) {
-    const int64_t left = a->end - a->first - 16 * k;
-    tile t = widen(b, b->keys, b->key_scales, base + a->first + 16 * k, left < 16 ? left : 16, rows);
+    const int64_t left = a->end - a->first - 16 * k, at = base + a->first + 16 * k;
+    expect(b, b->keys, at + 32, base + a->end);
+    expect(b, b->values, at, base + a->end);
+    tile t = widen(b, b->keys, b->key_scales, at, left < 16 ? left : 16, rows);
     for (int64_t h = 0; h < group; h++) {
       v16 score = dots16(queries + h * padded, t, padded) * b->scale;
       if (b->softcap != 0) score = tanh16(score / b->softcap) * b->softcap;
@@ -381,4 +514,4 @@ static void merge(const float *partials, int64_t num_runs, int64_t size, float *
   }
 }
 
-const zq_layer_kernels JOIN(zq_layers, ZQ_SUFFIX) = {norm, add, bias, activate, cap, attend, merge};
+const zq_layer_kernels JOIN(zq_layers, ZQ_SUFFIX) = {plain, norm, add, bias, activate, cap, attend, merge};
