@@ -34,7 +34,7 @@ LEVELS = (
     "portable",
 )  # of all platforms; zq_rt.c has those of its own
 OFF = "none"  # no extension
-OMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+OMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 POOL, CALLER = "torch's OpenMP pool", "calling thread"
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -164,14 +164,14 @@ def _explain(error: ImportError) -> str:
     return f"the extension zprecision._kernels does not load ({error})"
 
 
-def _omp_addresses() -> tuple[int, ...]:
+def _omp_addresses() -> tuple[int, int, int]:
     """Return the addresses of the functions of torch's OpenMP runtime; zeros if it is not GNU's."""
     try:
         process = ctypes.CDLL(None)  # torch loads its OpenMP runtime with global symbols
         found = [ctypes.cast(getattr(process, name), ctypes.c_void_p).value or 0 for name in OMP_FUNCTIONS]
     except (AttributeError, OSError, TypeError):  # no such function, or no such look-up on this platform
-        return (0,) * len(OMP_FUNCTIONS)
-    return tuple(found)
+        return 0, 0, 0
+    return found[0], found[1], found[2]
 
 
 def _checkout() -> Path | None:

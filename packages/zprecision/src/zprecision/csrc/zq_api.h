@@ -26,7 +26,7 @@ int zq_level_runs_here(int level);
 int zq_best_level(void);
 void zq_set_level(int level);
 int zq_get_level(void);
-void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads, uint64_t barrier);
+void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads);
 const char *zq_source_hash(void);
 
 /* Bytes of scratch that the products of `tokens` rows of `columns` elements need. */
@@ -150,6 +150,5 @@ int64_t zq_matrix_blocks(const zq_matrix *matrix, int64_t columns); /* of a row 
 int zq_tile_tokens(int64_t first, int64_t count);
 typedef void zq_region_work(void *context, int thread, int num_threads);
 void zq_run_region(zq_region_work *work, void *context, int num_threads);
-void zq_barrier(void); /* of the threads of a region of more than one */
 
 #endif

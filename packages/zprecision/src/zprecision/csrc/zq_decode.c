@@ -3,7 +3,8 @@
  * Problem: at one token a matrix is read in a tenth of a millisecond, and a dispatcher that is called a dozen times a
  * block costs as much as some of them.
  *
- * Design: a phase is a list of independent units that the threads share out in equal runs; a barrier ends it.
+ * Design: a phase is a list of independent units.  Threads claim runs of them, large ones first, and go on when all are
+ * done: nobody waits for a thread that the system has put aside, unless it holds a claim.
  *
  *   inputs     a token        norm, quantized for the projections
  *   project    16 rows        queries, keys, values
@@ -17,11 +18,13 @@
  * A unit reads whole rows of weights for all tokens, so weights are read once for all.  No sum crosses a unit, and
  * every sum has one order: results depend neither on threads nor on the other tokens.
  *
- * Rejected: a region for each phase (its start costs more than a barrier); one unit a row group with the attention
+ * Rejected: a region for each phase (its start and end cost more); barriers and equal shares (on a busy machine each of
+ * 200 barriers waits until both threads were given a core); one unit a row group with the attention
  * within (kv heads and rows of the output do not divide alike).
  */
 #include "zq_layers.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -34,6 +37,11 @@ static const zq_layer_kernels *const layers[] = {&zq_layers_base};
 #endif
 
 enum { INPUT_RESIDUAL, INPUT_BLOCK, INPUT_SOURCE };
+
+/* Units of a phase that were claimed, and that are done. */
+typedef struct {
+  int64_t claimed, done, unused[6]; /* a cache line */
+} progress;
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -51,7 +59,8 @@ typedef struct {
   const zq_step *given;
   const zq_kernels *products;
   const zq_layer_kernels *layers;
-  const zq_block *block; /* that the threads are at */
+  const zq_block *block; /* that the thread is at */
+  progress *phases, *phase; /* all of the step, and the next of the thread */
   int num_threads;
   activations source, attended, mlp_input, grown;
   float *rows, *written; /* (tokens, row): queries, keys, values; (tokens, width): before a norm */
@@ -83,6 +92,8 @@ static activations reserve_activations(arena *a, int64_t tokens, int64_t columns
   return x;
 }
 
+static int64_t num_phases(const zq_decoder *d) { return 9 * d->num_blocks + 2; }
+
 static int64_t most_runs(const zq_decoder *d) { return (d->capacity + ZQ_RUN - 1) / ZQ_RUN; }
 
 static int64_t row_of(const zq_block *b) { return (b->num_heads + 2 * b->num_kv_heads) * b->head_size; }
@@ -99,6 +110,7 @@ static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threa
     s->scratch_floats = larger(s->scratch_floats,
                                ZQ_ATTENTION_FLOATS(b->head_size, b->num_heads / b->num_kv_heads));
   }
+  s->phases = reserve(&a, num_phases(d) * (int64_t)sizeof *s->phases);
   s->row_stride = (row + 15) / 16 * 16 + 16;
   s->most_runs = most_runs(d);
   s->source = reserve_activations(&a, tokens, d->width);
@@ -406,38 +418,66 @@ static void head(step *s, int64_t from, int64_t to, int thread) {
 
 /* The step ------------------------------------------------------------------------------------------------ */
 
-static void share(step *s, phase *work, int64_t total, int thread, int num_threads) {
-  work(s, total * thread / num_threads, total * (thread + 1) / num_threads, thread);
-  if (num_threads > 1) zq_barrier();
+#define SPINS 4000 /* about 0.1 ms, longer than a thread waits on an idle machine */
+
+static void pause_thread(int spins) {
+  if (spins >= SPINS)
+    sched_yield();
+#if defined(ZQ_HAS_X86)
+  else
+    __builtin_ia32_pause();
+#endif
 }
 
-/* Each thread has its own copy of `step`, so that none changes `block` under another. */
+/* Claim units: a part of what is left, so that threads end together.  Returns the first; *end is after the last. */
+static int64_t claim(progress *p, int64_t total, int num_threads, int64_t *end) {
+  int64_t from = __atomic_load_n(&p->claimed, __ATOMIC_RELAXED);
+  do {
+    if (from >= total) return total;
+    *end = from + larger((total - from) / (2 * num_threads), 1);
+    if (num_threads == 1) *end = total;
+  } while (!__atomic_compare_exchange_n(&p->claimed, &from, *end, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return from;
+}
+
+static void share(step *s, phase *work, int64_t total, int thread) {
+  progress *p = s->phase++;
+  for (int64_t from, to; (from = claim(p, total, s->num_threads, &to)) < total;) {
+    work(s, from, to, thread);
+    __atomic_fetch_add(&p->done, to - from, __ATOMIC_RELEASE);
+  }
+  for (int spins = 0; __atomic_load_n(&p->done, __ATOMIC_ACQUIRE) < total; spins += spins < SPINS) pause_thread(spins);
+}
+
+/* Each thread has its own copy of `step`: one that comes late finds the phases done, and catches up. */
 static void run_step(void *context, int thread, int num_threads) {
   step s = *(const step *)context;
   const zq_decoder *d = s.decoder;
   const int64_t tokens = s.given->tokens, width = d->width;
+  s.phase = s.phases, s.num_threads = num_threads;
   for (int64_t k = s.given->first_block; k < s.given->end_block; k++) {
     const zq_block *b = s.block = d->blocks + k;
     s.attended = of_columns(s.attended, b->out.columns);
     s.grown = of_columns(s.grown, b->down.columns);
-    share(&s, inputs, tokens, thread, num_threads);
-    share(&s, project, project_units(b), thread, num_threads);
-    share(&s, attend, attend_units(&s), thread, num_threads);
-    share(&s, merge, tokens, thread, num_threads);
-    share(&s, output, units_of(width, ZQ_PANEL), thread, num_threads);
-    if (b->out_norm.size || b->mlp_input == INPUT_RESIDUAL) share(&s, mlp_inputs, tokens, thread, num_threads);
-    share(&s, grow, units_of(b->down.columns, ZQ_WIDE), thread, num_threads);
-    share(&s, shrink, units_of(width, ZQ_PANEL), thread, num_threads);
-    if (b->mlp_out_norm.size) share(&s, mlp_norms, tokens, thread, num_threads);
+    share(&s, inputs, tokens, thread);
+    share(&s, project, project_units(b), thread);
+    share(&s, attend, attend_units(&s), thread);
+    share(&s, merge, tokens, thread);
+    share(&s, output, units_of(width, ZQ_PANEL), thread);
+    if (b->out_norm.size || b->mlp_input == INPUT_RESIDUAL) share(&s, mlp_inputs, tokens, thread);
+    share(&s, grow, units_of(b->down.columns, ZQ_WIDE), thread);
+    share(&s, shrink, units_of(width, ZQ_PANEL), thread);
+    if (b->mlp_out_norm.size) share(&s, mlp_norms, tokens, thread);
   }
   if (!s.given->logits) return;
-  share(&s, last_norm, tokens, thread, num_threads);
-  share(&s, head, units_of(d->head.matrix.rows, ZQ_PANEL), thread, num_threads);
+  share(&s, last_norm, tokens, thread);
+  share(&s, head, units_of(d->head.matrix.rows, ZQ_PANEL), thread);
 }
 
 void zq_run_step(const zq_decoder *decoder, const zq_step *given, int num_threads) {
   step s = {.decoder = decoder, .given = given, .products = zq_active_kernels(), .layers = layers[zq_get_level()]};
   place(&s, decoder, given->tokens, num_threads, (void *)(((uintptr_t)given->scratch + 63) / 64 * 64));
+  memset(s.phases, 0, (size_t)num_phases(decoder) * sizeof *s.phases);
   zq_run_region(run_step, &s, num_threads);
 }
 

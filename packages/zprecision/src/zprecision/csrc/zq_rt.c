@@ -29,7 +29,6 @@ static int active;
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*omp_thread_num)(void);
 static int (*omp_num_threads)(void);
-static void (*gomp_barrier)(void);
 
 int zq_levels(void) { return NUM_LEVELS; }
 const char *zq_level_name(int level) { return level >= 0 && level < NUM_LEVELS ? names[level] : ""; }
@@ -61,11 +60,10 @@ const char *zq_source_hash(void) { return ZQ_SOURCE_HASH; }
 
 const zq_kernels *zq_active_kernels(void) { return levels[active]; }
 
-void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads, uint64_t barrier) {
+void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads) {
   gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))(uintptr_t)parallel;
   omp_thread_num = (int (*)(void))(uintptr_t)thread_num;
   omp_num_threads = (int (*)(void))(uintptr_t)num_threads;
-  gomp_barrier = (void (*)(void))(uintptr_t)barrier;
 }
 
 /* Threads ------------------------------------------------------------------------------------------------ */
@@ -88,7 +86,7 @@ static void run(const team *t, int num_threads) {
     run_part(t, 0, 1);
 }
 
-/* One parallel region with phases of its own: its threads meet at barriers. */
+/* One parallel region, whose threads share out work themselves. */
 typedef struct {
   zq_region_work *work;
   void *context;
@@ -101,13 +99,11 @@ static void run_in_region(void *context) {
 
 void zq_run_region(zq_region_work *work, void *context, int num_threads) {
   region r = {work, context};
-  if (gomp_parallel && gomp_barrier && num_threads > 1)
+  if (gomp_parallel && num_threads > 1)
     gomp_parallel(run_in_region, &r, (unsigned)num_threads, 0);
   else
     work(context, 0, 1);
 }
-
-void zq_barrier(void) { gomp_barrier(); }
 
 /* Products ----------------------------------------------------------------------------------------------- */
 

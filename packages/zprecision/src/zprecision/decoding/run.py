@@ -25,7 +25,7 @@ from zprecision.decoding.values import Activation, FusedBlock, FusedHead, unsupp
 __all__ = ["MOST_SEQUENCES", "FusedDecoder", "activate"]
 
 MOST_SEQUENCES = 16  # of a step
-_THREAD_BYTES = 2**16  # of a block, above which another thread is worth its barriers
+_THREAD_BYTES = 2**16  # of a block, above which another thread is worth its waits
 
 
 @final
