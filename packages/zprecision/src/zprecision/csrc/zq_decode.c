@@ -30,8 +30,8 @@
 
 extern const zq_layer_kernels zq_layers_base;
 #if defined(ZQ_HAS_X86)
-extern const zq_layer_kernels zq_layers_v3, zq_layers_v4, zq_layers_vnni;
-static const zq_layer_kernels *const layers[] = {&zq_layers_base, &zq_layers_v3, &zq_layers_v4, &zq_layers_vnni};
+extern const zq_layer_kernels zq_layers_v3, zq_layers_v4;
+static const zq_layer_kernels *const layers[] = {&zq_layers_base, &zq_layers_v3, &zq_layers_v4, &zq_layers_v4};
 #else
 static const zq_layer_kernels *const layers[] = {&zq_layers_base};
 #endif

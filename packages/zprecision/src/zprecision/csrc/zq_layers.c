@@ -12,6 +12,8 @@
 #include "zq_layers.h"
 #include "zq_math.h"
 
+#if !defined(__AVX512VNNI__) /* that level has the functions of AVX-512: zq_decode.c */
+
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 
@@ -29,6 +31,26 @@ ZQ_FN v16 load_wide(int dtype, const char *at, int64_t left) {
   char tail[64] __attribute__((aligned(64))) = {0};
   if (left < 16) at = memcpy(tail, at, (size_t)(left * width));
   return dtype == 0 ? load_as(0, at) : dtype == 1 ? load_as(1, at) : load_as(2, at);
+}
+
+/* Lanes: gcc shuffles vectors that are wider than the registers element by element, so narrower levels use quarters. */
+
+typedef float v4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
+typedef struct {
+  v4 at[4];
+} quarters;
+
+/* Lanes l + l + 8, then + 4: the order of sum_lanes. */
+ZQ_FN v4 quarter_sum(v16 x) {
+  quarters q;
+  memcpy(&q, &x, sizeof q);
+  return (q.at[0] + q.at[2]) + (q.at[1] + q.at[3]);
+}
+
+ZQ_FN float lane_sum(v16 x) {
+  v4 s = quarter_sum(x);
+  return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
 /* Products with rows of floats --------------------------------------------------------------------------- */
@@ -73,7 +95,7 @@ ZQ_FN v16 one_row(const int dtype, const char *row, int64_t columns, const float
 
 ZQ_FN void one_token(const int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, float *out) {
   for (int64_t r = 0; r < rows; r++)
-    out[r] = sum_lanes(one_row(dtype, weights + r * columns * (dtype == 0 ? 4 : 2), columns, x));
+    out[r] = lane_sum(one_row(dtype, weights + r * columns * (dtype == 0 ? 4 : 2), columns, x));
 }
 
 /* Add a chunk's products of all rows of a tile and `tokens` tokens to sums[token][row][quarter]. */
@@ -103,54 +125,67 @@ ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_
   }
 }
 
-/* Tokens of a tile: TILE_TOKENS, and for the rest 2, 1. */
-ZQ_FN int64_t add_tokens(const float *wide, const float *x, int64_t stride, int64_t length, int64_t tokens,
-                         v16 (*sums)[TILE_ROWS][4]) {
-  if (TILE_TOKENS == 4 && tokens >= 4) return add_chunk(TILE_TOKENS, wide, x, stride, length, sums), 4;
-  if (tokens >= 2) return add_chunk(2, wide, x, stride, length, sums), 2;
-  return add_chunk(1, wide, x, stride, length, sums), 1;
+#define ADD_CHUNK(tokens)                                                                                  \
+  static __attribute__((noinline)) void add_chunk_##tokens(const float *wide, const float *x, int64_t stride, \
+                                                           int64_t length, v16(*sums)[TILE_ROWS][4]) {     \
+    add_chunk(tokens, wide, x, stride, length, sums);                                                      \
+  }
+#if defined(__AVX512F__)
+ADD_CHUNK(4)
+#endif
+ADD_CHUNK(2)
+ADD_CHUNK(1)
+
+/* Add a tile of tokens: TILE_TOKENS, and for the rest 2, 1.  Returns their number. */
+static int64_t add_tokens(const float *wide, const float *x, int64_t stride, int64_t length, int64_t tokens,
+                          v16 (*sums)[TILE_ROWS][4]) {
+#if defined(__AVX512F__)
+  if (tokens >= 4) return add_chunk_4(wide, x, stride, length, sums), 4;
+#endif
+  if (tokens >= 2) return add_chunk_2(wide, x, stride, length, sums), 2;
+  return add_chunk_1(wide, x, stride, length, sums), 1;
 }
 
-ZQ_FN void tile_of(const int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
-                   int64_t tokens, float (*out)[ZQ_WIDE]) {
-  const int64_t width = dtype == 0 ? 4 : 2;
+/* `length` elements of a row from `first` on, with zeros after its end. */
+static void widen_chunk(int dtype, const char *row, int64_t first, int64_t columns, int64_t length, float *out) {
+  if (dtype == 0)
+    for (int64_t k = 0; k < length; k += 16) store16(out + k, quarter_of(0, row, first + k, columns));
+  else
+    for (int64_t k = 0; k < length; k += 16) store16(out + k, quarter_of(1, row, first + k, columns));
+}
+
+static void multiply_tile(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
+                          int64_t tokens, float (*out)[ZQ_WIDE]) {
+  const int64_t row_bytes = columns * (dtype == 0 ? 4 : 2);
   float wide[TILE_ROWS * CHUNK] __attribute__((aligned(64)));
   v16 sums[16][TILE_ROWS][4];
   memset(sums, 0, (size_t)tokens * sizeof *sums);
   for (int64_t first = 0; first < columns; first += CHUNK) {
     const int64_t left = columns - first, length = left < CHUNK ? (left + 63) / 64 * 64 : CHUNK;
-    for (int64_t r = 0; r < TILE_ROWS; r++) {
-      const char *row = weights + (r < rows ? r : 0) * columns * width; /* a missing row counts for nothing */
-      for (int64_t k = 0; k < length; k += 16) store16(wide + r * CHUNK + k, quarter_of(dtype, row, first + k, columns));
-    }
-    for (int64_t t = 0; t < tokens;)
-      t += add_tokens(wide, x + t * stride + first, stride, length, tokens - t, sums + t);
+    for (int64_t r = 0; r < TILE_ROWS; r++) /* a missing row counts for nothing */
+      widen_chunk(dtype, weights + (r < rows ? r : 0) * row_bytes, first, columns, length, wide + r * CHUNK);
+    for (int64_t t = 0; t < tokens;) t += add_tokens(wide, x + t * stride + first, stride, length, tokens - t, sums + t);
   }
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t r = 0; r < rows; r++)
-      out[t][r] = sum_lanes((sums[t][r][0] + sums[t][r][2]) + (sums[t][r][1] + sums[t][r][3]));
+      out[t][r] = lane_sum((sums[t][r][0] + sums[t][r][2]) + (sums[t][r][1] + sums[t][r][3]));
 }
 
-ZQ_FN void plain_as(const int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
-                    int64_t tokens, float (*out)[ZQ_WIDE]) {
+static void plain(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
+                  int64_t tokens, float (*out)[ZQ_WIDE]) {
   if (tokens == 1) {
-    one_token(dtype, weights, columns, rows, x, out[0]);
+    if (dtype == 0)
+      one_token(0, weights, columns, rows, x, out[0]);
+    else
+      one_token(1, weights, columns, rows, x, out[0]);
     return;
   }
   for (int64_t first = 0; first < rows; first += TILE_ROWS) {
     float values[16][ZQ_WIDE];
     const int64_t count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
-    tile_of(dtype, weights + first * columns * (dtype == 0 ? 4 : 2), columns, count, x, stride, tokens, values);
+    multiply_tile(dtype, weights + first * columns * (dtype == 0 ? 4 : 2), columns, count, x, stride, tokens, values);
     for (int64_t t = 0; t < tokens; t++) memcpy(out[t] + first, values[t], (size_t)count * sizeof **out);
   }
-}
-
-static void plain(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
-                  int64_t tokens, float (*out)[ZQ_WIDE]) {
-  if (dtype == 0)
-    plain_as(0, weights, columns, rows, x, stride, tokens, out);
-  else
-    plain_as(1, weights, columns, rows, x, stride, tokens, out);
 }
 
 /* Norms --------------------------------------------------------------------------------------------------- */
@@ -172,14 +207,14 @@ ZQ_FN float sum_of(const float *x, int64_t size, const int power, float mean) {
     }
     even += low, odd += high;
   }
-  return sum_lanes(even + odd);
+  return lane_sum(even + odd);
 }
 
 typedef struct {
   float mean, scale;
 } moments;
 
-ZQ_FN moments moments_of(const zq_norm *norm, const float *x) {
+static __attribute__((noinline)) moments moments_of(const zq_norm *norm, const float *x) {
   moments m = {0, 0};
   if (norm->is_centered) m.mean = sum_of(x, norm->size, 1, 0) / (float)norm->size;
   m.scale = 1.0f / __builtin_sqrtf(sum_of(x, norm->size, 2, m.mean) / (float)norm->size + norm->eps);
@@ -187,7 +222,8 @@ ZQ_FN moments moments_of(const zq_norm *norm, const float *x) {
 }
 
 /* Elements [first, first + size) of a normalized row; x and out are at `first`. */
-ZQ_FN void scale_by(const zq_norm *norm, moments m, const float *x, float *out, int64_t first, int64_t size) {
+static __attribute__((noinline)) void scale_by(const zq_norm *norm, moments m, const float *x, float *out,
+                                               int64_t first, int64_t size) {
   const int64_t weight_width = norm->weight_dtype == 0 ? 4 : 2, bias_width = norm->bias_dtype == 0 ? 4 : 2;
   for (int64_t k = 0; k < size; k += 16) {
     v16 value = (load_part(x + k, size - k) - m.mean) * m.scale;
@@ -213,20 +249,11 @@ static void bias(float *x, int dtype, const void *values, int64_t numel) {
     store_part(x + k, load_part(x + k, numel - k) + load_wide(dtype, (const char *)values + k * width, numel - k), numel - k);
 }
 
-ZQ_FN void activate_as(const int act, const float *x, const float *factors, float *out, int64_t numel) {
+static void activate(int act, const float *x, const float *factors, float *out, int64_t numel) {
   for (int64_t k = 0; k < numel; k += 16) {
     v16 value = act16(act, load_part(x + k, numel - k));
     if (factors) value *= load_part(factors + k, numel - k);
     store_part(out + k, value, numel - k);
-  }
-}
-
-static void activate(int act, const float *x, const float *factors, float *out, int64_t numel) {
-#define CASE(name) \
-  case name: activate_as(name, x, factors, out, numel); break;
-  switch (act) {
-    CASE(ACT_SILU) CASE(ACT_GELU) CASE(ACT_GELU_TANH) CASE(ACT_RELU) CASE(ACT_QUICK_GELU) CASE(ACT_SQUARED_RELU)
-    CASE(ACT_TANH) CASE(ACT_EXP) CASE(ACT_ERF)
   }
 }
 
@@ -364,6 +391,7 @@ static tile widen(const zq_block *b, const void *cache, const float *scales, int
   }
 }
 
+#if defined(__AVX512F__)
 /* Sums of lanes of two vectors at once: lanes of `one` and of `two` by turns of `width`. */
 #define FOLD8(a, b)                                                                                               \
   (__builtin_shuffle(a, b, (i16){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +                        \
@@ -378,7 +406,38 @@ static tile widen(const zq_block *b, const void *cache, const float *scales, int
   (__builtin_shuffle(a, b, (i16){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}) +                     \
    __builtin_shuffle(a, b, (i16){1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31}))
 
-/* Lane 4 r + l of the result: the sum of lanes l, l + 4, l + 8, l + 12 of the product of the query and row r of 4. */
+/* The sums of all lanes of four vectors; lanes l, l + 4, l + 8 and l + 12 are together in lane l of each quarter. */
+ZQ_FN v16 sums4(v16 a, v16 b, v16 c, v16 d) {
+  v16 ab = FOLD8(a, b), cd = FOLD8(c, d);
+  return FOLD4(ab, cd);
+}
+ZQ_FN v16 sums16(const v16 parts[4]) {
+  v16 ab = FOLD2(parts[0], parts[1]), cd = FOLD2(parts[2], parts[3]);
+  return FOLD1(ab, cd);
+}
+#else
+ZQ_FN v16 sums4(v16 a, v16 b, v16 c, v16 d) {
+  quarters q = {{quarter_sum(a), quarter_sum(b), quarter_sum(c), quarter_sum(d)}};
+  v16 all;
+  memcpy(&all, &q, sizeof all);
+  return all;
+}
+ZQ_FN v16 sums16(const v16 parts[4]) {
+  quarters out;
+  v16 all;
+  for (int k = 0; k < 4; k++) {
+    quarters q;
+    memcpy(&q, parts + k, sizeof q);
+    v4 ab = __builtin_shuffle(q.at[0], q.at[1], (i4){0, 1, 4, 5}) + __builtin_shuffle(q.at[0], q.at[1], (i4){2, 3, 6, 7});
+    v4 cd = __builtin_shuffle(q.at[2], q.at[3], (i4){0, 1, 4, 5}) + __builtin_shuffle(q.at[2], q.at[3], (i4){2, 3, 6, 7});
+    out.at[k] = __builtin_shuffle(ab, cd, (i4){0, 2, 4, 6}) + __builtin_shuffle(ab, cd, (i4){1, 3, 5, 7});
+  }
+  memcpy(&all, &out, sizeof all);
+  return all;
+}
+#endif
+
+/* The products of a query with 4 rows, as `sums4` gives them. */
 ZQ_FN v16 dots4(const float *query, const float *rows, int64_t stride, int64_t padded) {
   v16 a = splat(0), b = splat(0), c = splat(0), d = splat(0);
   for (int64_t k = 0; k < padded; k += 16) {
@@ -388,16 +447,14 @@ ZQ_FN v16 dots4(const float *query, const float *rows, int64_t stride, int64_t p
     c += q * load16(rows + 2 * stride + k);
     d += q * load16(rows + 3 * stride + k);
   }
-  v16 ab = FOLD8(a, b), cd = FOLD8(c, d);
-  return FOLD4(ab, cd);
+  return sums4(a, b, c, d);
 }
 
 /* Scores of a query and 16 rows. */
-ZQ_FN v16 dots16(const float *query, tile t, int64_t padded) {
-  v16 a = dots4(query, t.rows, t.stride, padded), b = dots4(query, t.rows + 4 * t.stride, t.stride, padded);
-  v16 c = dots4(query, t.rows + 8 * t.stride, t.stride, padded), d = dots4(query, t.rows + 12 * t.stride, t.stride, padded);
-  v16 ab = FOLD2(a, b), cd = FOLD2(c, d);
-  return FOLD1(ab, cd);
+static void dots16(const float *query, tile t, int64_t padded, float *out) {
+  v16 parts[4];
+  for (int k = 0; k < 4; k++) parts[k] = dots4(query, t.rows + 4 * k * t.stride, t.stride, padded);
+  store16(out, sums16(parts));
 }
 
 /* out += weights . rows, for up to 64 features in registers. */
@@ -439,7 +496,7 @@ static void exponentials(float *scores, int64_t count, float *maximum, float *to
     store16(scores + 16 * k, power);
     sum += power;
   }
-  *total = sum_lanes(sum);
+  *total = lane_sum(sum);
 }
 
 /* Ask for the memory of a tile: a run is too short for the processor to find out that it is read in order. */
@@ -475,10 +532,12 @@ static void attend(const zq_attention *a) {
     expect(b, b->values, at, base + a->end);
     tile t = widen(b, b->keys, b->key_scales, at, left < 16 ? left : 16, rows);
     for (int64_t h = 0; h < group; h++) {
-      v16 score = dots16(queries + h * padded, t, padded) * b->scale;
+      float *out = scores + h * ZQ_RUN + 16 * k;
+      dots16(queries + h * padded, t, padded, out);
+      v16 score = load16(out) * b->scale;
       if (b->softcap != 0) score = tanh16(score / b->softcap) * b->softcap;
       if (left < 16) score = pick(load16(numbers) < (float)left, score, splat(-__builtin_inff()));
-      store16(scores + h * ZQ_RUN + 16 * k, score);
+      store16(out, score);
     }
   }
   for (int64_t h = 0; h < group; h++) {
@@ -515,3 +574,4 @@ static void merge(const float *partials, int64_t num_runs, int64_t size, float *
 }
 
 const zq_layer_kernels JOIN(zq_layers, ZQ_SUFFIX) = {plain, norm, add, bias, activate, cap, attend, merge};
+#endif

@@ -8,14 +8,13 @@
 
 /* exp(n ln 2 + r) = 2^n exp(r), |r| <= ln(2) / 2.  Zero below 2^-126, infinity above the largest float32. */
 ZQ_FN v16 exp16(v16 x) {
-  v16 bounded = pick(x < -90.0f, splat(-90), x);
+  v16 bounded = pick(x < -87.4f, splat(-87.4f), x); /* n >= -126 */
   bounded = pick(bounded > 89.0f, splat(89), bounded);
-  v16 n = nearest(bounded * 1.44269502f);
-  n = pick(n < -126.0f, splat(-126), n);
+  v16 shifted = bounded * 1.44269502f + 12582912.0f, n = shifted - 12582912.0f; /* the last bits are those of n */
   v16 r = (bounded - n * 0.693359375f) + n * 2.12194442e-4f; /* the first product is exact */
   v16 series = ((1.39517174e-3f * r + 8.36959854e-3f) * r + 4.16661873e-2f) * r + 1.66665122e-1f;
   v16 power = ((series * r + 0.5f) * (r * r) + r) + 1.0f;
-  i16 exponent = (__builtin_convertvector(n, i16) + 126) << 23; /* of 2^(n - 1): 2^128 is no float32 */
+  i16 exponent = ((i16)shifted - 0x4b400000 + 126) << 23; /* of 2^(n - 1): 2^128 is no float32 */
   return power * (v16)exponent * 2.0f;
 }
 
