@@ -146,7 +146,8 @@ def objects(folder: Path) -> dict[Path, list[str]]:
         result[folder / f"{name}.o"] = [*shared, *once, str(CSRC / f"{name}.c")]
     for level, flags in levels().items():
         define = TABLE["level-define"].format(level)
-        result[folder / f"kernels_{level}.o"] = [*shared, *flags, define, str(CSRC / f"{TABLE['levels-of']}.c")]
+        for name in TABLE["levels-of"]:
+            result[folder / f"{name}_{level}.o"] = [*shared, *flags, define, str(CSRC / f"{name}.c")]
     return result
 
 

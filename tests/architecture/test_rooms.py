@@ -25,7 +25,7 @@ ORDER = {
     "zcomm": ["compat", "hosts", "gloo", "hangs", "shared", "collectives", "groups", "testing"],
     "zprecision": [
         *("_compat", "backends", "casting", "checks", "inspect", "rules", "keep_in_fp32", "scaling"),
-        *("float8", "fp32_modules", "policy", "wide_buffers", "quant"),
+        *("float8", "fp32_modules", "policy", "wide_buffers", "quant", "decoding"),
     ],
     "zpartition": [
         *("_compat", "_renamed", "layout", "disk", "activations", "deferred", "pipeline", "state"),

@@ -87,7 +87,14 @@ def counted(steps: DecoderPass) -> list[int]:
         found.append(len(ids))
         return inner(ids, slot)
 
+    each: Callable[..., Any] = steps.forward_each
+
+    def forward_each(ids: torch.Tensor, slots: Any) -> torch.Tensor:
+        found.extend([1] * len(ids))
+        return each(ids, slots)
+
     steps.forward = forward  # type: ignore[method-assign]
+    steps.forward_each = forward_each  # type: ignore[method-assign]
     return found
 
 

@@ -5,6 +5,6 @@
     samples = generate(steps, [Request(prompt=(1, 2, 3), sampling=Sampling(temperature=0.7), seeds=(0, 1))])
 
 Modules, low first: observe (calls of a pass), attend (attention), structure (values that describe a decoder),
-matching and recognize (which form computes the observed numbers), cache, decoder (the pass), verify, sampling,
-generation (samples over slots).
+matching and recognize (which form computes the observed numbers), cache, fused (the parts that run in C), decoder
+(the pass), verify, sampling, generation (samples over slots).
 """

@@ -2,6 +2,9 @@
 
 A slot holds one sequence.  Keys and values are written in place at their positions; nothing is concatenated, since
 that would move the whole history for every token.
+
+An int8 cache has a scale for each token and head: a value differs from what was written by at most 1 / 254 of the
+largest magnitude of its head.
 """
 
 from __future__ import annotations
@@ -28,12 +31,15 @@ class KVCache:
     keys: tuple[Tensor, ...]  # of each block: (slots, kv heads, capacity, head size)
     values: tuple[Tensor, ...]
     lengths: list[int]  # tokens in each slot
+    key_scales: tuple[Tensor, ...] = ()  # of each block of an int8 cache: (slots, kv heads, capacity) float32
+    value_scales: tuple[Tensor, ...] = ()
 
     @classmethod
     def create(cls, decoder: Decoder, num_slots: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """Allocate a cache on the decoder's device.
 
-        capacity: tokens of a slot, prompt and answer.  dtype: that of the weights by default.
+        capacity: tokens of a slot, prompt and answer.  dtype: that of the weights by default; torch.int8 for codes
+            of 8 bits with a scale for each token and head.
         Raises ValueError if the model has fewer positions.
         """
         most = decoder.max_positions
@@ -46,7 +52,10 @@ class KVCache:
             (num_slots, block.attention.num_kv_heads, capacity, block.attention.head_size) for block in decoder.blocks
         ]
         made = [[torch.zeros(s, dtype=dtype or like.dtype, device=like.device) for s in shapes] for _ in "kv"]
-        return cls(tuple(made[0]), tuple(made[1]), [0] * num_slots)
+        if dtype != torch.int8:
+            return cls(tuple(made[0]), tuple(made[1]), [0] * num_slots)
+        scales = [[torch.zeros(shape[:-1], device=like.device) for shape in shapes] for _ in "kv"]
+        return cls(tuple(made[0]), tuple(made[1]), [0] * num_slots, tuple(scales[0]), tuple(scales[1]))
 
     @property
     def capacity(self) -> int:
@@ -60,18 +69,29 @@ class KVCache:
 
     def write(self, block: int, slot: int, start: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values of new tokens, (1, time, kv heads, size), at positions start, start + 1, ..."""
+        rows = slice(start, start + key.shape[1])
         for target, source in ((self.keys[block], key), (self.values[block], value)):
-            target[slot, :, start : start + key.shape[1]] = source[0].transpose(0, 1)
+            if not self.key_scales:
+                target[slot, :, rows] = source[0].transpose(0, 1)
+                continue
+            scales = self.key_scales[block] if target is self.keys[block] else self.value_scales[block]
+            target[slot, :, rows], scales[slot, :, rows] = _codes(source[0].transpose(0, 1))
 
     def read(self, block: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `length` tokens of a slot, (1, length, kv heads, size)."""
-        keys, values = (each[block][slot : slot + 1, :, :length].transpose(1, 2) for each in (self.keys, self.values))
-        return keys, values
+
+        def part(each: tuple[Tensor, ...]) -> Tensor:
+            return each[block][slot : slot + 1, :, :length].transpose(1, 2)
+
+        keys, values = part(self.keys), part(self.values)
+        if not self.key_scales:
+            return keys, values
+        return keys * part(self.key_scales).unsqueeze(-1), values * part(self.value_scales).unsqueeze(-1)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give `target` the first `length` tokens of `source`: a prompt is computed once for all its samples."""
         if source != target:
-            for each in (*self.keys, *self.values):
+            for each in (*self.keys, *self.values, *self.key_scales, *self.value_scales):
                 each[target, :, :length] = each[source, :, :length]
         self.lengths[target] = length
 
@@ -81,7 +101,21 @@ class KVCache:
 
 
 def cache_bytes(decoder: Decoder, num_slots: int, capacity: int, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of a cache: 2 x blocks x kv heads x head size x itemsize for each token of each slot."""
-    itemsize = (dtype or decoder.embedding.tokens.dtype).itemsize
-    per_token = sum(2 * block.attention.num_kv_heads * block.attention.head_size for block in decoder.blocks)
-    return num_slots * capacity * per_token * itemsize
+    """Return the bytes of a cache: 2 x blocks x kv heads x (head size x itemsize, and 4 for the scales of int8) for
+    each token of each slot.
+    """
+    dtype = dtype or decoder.embedding.tokens.dtype
+    attentions = [block.attention for block in decoder.blocks]
+    scale_bytes = 4 if dtype == torch.int8 else 0
+    per_token = sum(2 * each.num_kv_heads * (each.head_size * dtype.itemsize + scale_bytes) for each in attentions)
+    return num_slots * capacity * per_token
+
+
+def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and float32 scales of (..., size); the scale is NaN if an element is infinite or NaN."""
+    x = x.float()
+    peak = x.abs().amax(-1)
+    is_finite, is_tiny = peak.isfinite(), peak < 2.0**-100
+    inverse = torch.where(is_finite & ~is_tiny, torch.full_like(peak, 127.0) / peak, 0.0)
+    codes = torch.where(is_finite.unsqueeze(-1), torch.round(x * inverse.unsqueeze(-1)), 0.0).to(torch.int8)
+    return codes, torch.where(is_finite, torch.where(is_tiny, 0.0, peak / 127.0), torch.nan)

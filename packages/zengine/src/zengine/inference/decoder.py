@@ -1,14 +1,19 @@
 """Forward pass of a recognised decoder over a static cache.
 
-`forward` serves prompts and decoding alike: it takes the new tokens of a slot, writes their keys and values in place,
-and computes logits for the last position only.  Sequences are computed one by one: a product or a sum over several
-at once may round otherwise for another number of them, and then a sample would depend on its neighbours.
+`forward` takes the new tokens of a slot, a prompt or a part of it, writes their keys and values in place, and
+computes logits for the last position only.  Sequences are computed one by one: a product or a sum of torch over
+several at once may round otherwise for another number of them, and then a sample would depend on its neighbours.
+
+`forward_each` takes one token of each of several slots.  Blocks that fused.py could compile run in C, where each
+weight is read once for all sequences and rounding does not depend on their number; the others run as in `forward`.
 
 Phases of a block: norm, projections, rotation, cache write, attention over the slot, output, norm, MLP.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from zengine.inference.attend import attend, causal_mask
 from zengine.inference.cache import KVCache
+from zengine.inference.fused import Fusion, FusionReport
 from zengine.inference.observe import tensors_in
 from zengine.inference.structure import MLP, Attention, Block, Decoder, MLPInput, Rotary
 
@@ -36,6 +42,18 @@ class DecoderPass:
             rotary = block.attention.rotary
             if rotary is not None and id(rotary.make_tables) not in self._tables:
                 self._tables[id(rotary.make_tables)] = _tables(rotary, cache.capacity)
+        self._fusion: Fusion | None = None  # made by the first step that needs it
+
+    @property
+    def fused(self) -> FusionReport:
+        """Names of the parts that `forward_each` runs in C, and why others do not."""
+        return self._current_fusion().report
+
+    def _current_fusion(self) -> Fusion:
+        """Return the fused parts; they are made anew if a parameter got other memory."""
+        if self._fusion is None or not self._fusion.is_current:
+            self._fusion = Fusion.make(self.decoder, self.cache, self._tables)
+        return self._fusion
 
     @torch.no_grad()
     def forward(self, ids: Tensor, slot: int) -> Tensor:
@@ -50,13 +68,63 @@ class DecoderPass:
         """Append (time,) tokens to a slot; return the logits after each of them, (time, vocabulary) float32."""
         return self._logits(self._hidden(ids, slot))[0]
 
-    def _hidden(self, ids: Tensor, slot: int) -> Tensor:
-        cache, start = self.cache, self.cache.lengths[slot]
-        if start + len(ids) > cache.capacity:
+    @torch.no_grad()
+    def forward_each(self, ids: Tensor, slots: Sequence[int]) -> Tensor:
+        """Append one token to each of several slots; return the logits after it, (n, vocabulary) float32.
+
+        ids: (n,) int64.  slots: n different ones.  A row depends on the tokens of its slot only.
+
+        Raises ValueError if slots are equal or one is full; nothing is written then.
+        """
+        if len(set(slots)) != len(slots) or len(slots) != len(ids):
+            raise ValueError(f"forward_each() got {len(ids)} tokens for the slots {list(slots)}: pass one for each")
+        for slot in slots:
+            self._check_room(slot, 1)
+        fusion = self._current_fusion()
+        if not fusion.report.fused:
+            return torch.stack([self.forward(ids[at : at + 1], slot) for at, slot in enumerate(slots)])
+        most = fusion.most_sequences
+        parts = [self._each(fusion, ids[at : at + most], slots[at : at + most]) for at in range(0, len(slots), most)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _each(self, fusion: Fusion, ids: Tensor, slots: Sequence[int]) -> Tensor:
+        """Run fused blocks on all tokens at once, and others on one after the other."""
+        lengths = [self.cache.lengths[slot] for slot in slots]
+        positions = torch.tensor(lengths)
+        x = self._embedded(ids, positions)
+        dtype, wide, logits = x.dtype, x.float().contiguous(), None
+        for part in fusion.parts:
+            if part.fused is not None:
+                logits = fusion.run(wide, slots, lengths, part)
+                continue
+            for index, (at, slot) in itertools.product(part.blocks, enumerate(slots)):
+                row = wide[at].to(dtype).view(1, 1, -1)
+                wide[at] = self._block(index, self.decoder.blocks[index], row, slot, positions[at : at + 1])[0, 0]
+        if logits is None:
+            logits = torch.stack([self._logits(row.to(dtype).view(1, 1, -1))[0, 0] for row in wide])
+        for slot in slots:
+            self.cache.lengths[slot] += 1
+        return logits
+
+    def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return (n, width).  A norm is computed row by row: its sums may round otherwise for several rows."""
+        embed = self.decoder.embedding
+        if embed.norm is None:
+            return embed(ids[None], positions[None])[0]
+        rows = [embed(ids[None, at : at + 1], positions[None, at : at + 1])[0] for at in range(len(ids))]
+        return torch.cat(rows)
+
+    def _check_room(self, slot: int, count: int) -> None:
+        start, capacity = self.cache.lengths[slot], self.cache.capacity
+        if start + count > capacity:
             raise ValueError(
-                f"a sequence of {start} tokens and {len(ids)} more do not fit into a cache of {cache.capacity}: "
+                f"a sequence of {start} tokens and {count} more do not fit into a cache of {capacity}: "
                 "raise max_out_tokens, or shorten the prompt"
             )
+
+    def _hidden(self, ids: Tensor, slot: int) -> Tensor:
+        cache, start = self.cache, self.cache.lengths[slot]
+        self._check_room(slot, len(ids))
         positions = torch.arange(start, start + len(ids), device=ids.device)
         x = self.decoder.embedding(ids[None], positions[None])
         for index, block in enumerate(self.decoder.blocks):

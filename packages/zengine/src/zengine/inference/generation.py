@@ -2,7 +2,7 @@
 
 A prompt is computed once, alone, for all its samples; a slot whose sample has ended takes the next one while the
 others go on, so no slot waits for the longest sample.  Each sample is a function of weights, prompt, rule and seed
-(decoder.py computes sequences one by one, sampling.py draws by seed and index).
+(decoder.py computes a row of its own for each sequence, sampling.py draws by seed and index).
 
 Rejected: static batches (a batch waits for its longest sample: with a mean of 0.4 of the longest length, 60% of the
 work is padding); left padding to a common length (positions of padding tokens need masks in every layer).
@@ -175,8 +175,13 @@ class _Scheduler:
                 while self.waiting and self.free:
                     started = self._start()
                     yield self._draw(started, self.first_logits[started.request_index])
-                for each in tuple(self.running):
-                    yield self._draw(each, self._forward(each.tokens[-1:], each.slot))
+                running = tuple(self.running)
+                if not running:
+                    continue
+                last = self._on_device([each.tokens[-1] for each in running])
+                logits = self.steps.forward_each(last, [each.slot for each in running])
+                for each, row in zip(running, logits, strict=True):
+                    yield self._draw(each, row)
         finally:
             for slot in range(cache.num_slots):
                 cache.clear(slot)
@@ -191,14 +196,14 @@ class _Scheduler:
         if sources:
             cache.copy_prefix(slot if slot in sources else sources[0], slot, len(prompt))
         else:
-            self.first_logits = {index: self._forward(prompt, slot)}
+            self.first_logits = {index: self.steps.forward(self._on_device(prompt), slot)}
         self.holds[slot] = index
         started = _Running(self.requests[index], index, sample, slot)
         self.running.append(started)
         return started
 
-    def _forward(self, tokens: Sequence[int], slot: int) -> torch.Tensor:
-        return self.steps.forward(torch.tensor(tokens, device=self.steps.cache.keys[0].device), slot)
+    def _on_device(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(tokens, device=self.steps.cache.keys[0].device)
 
     def _draw(self, sample: _Running, logits: torch.Tensor) -> TokenEvent:
         event = sample.draw(logits, self.decode)

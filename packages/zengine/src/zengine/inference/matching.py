@@ -134,15 +134,17 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x), an approximation of GELU (Hendrycks and Gimpel 2016)."""
     return x * torch.sigmoid(1.702 * x)
 
 
-def _squared_relu(x: Tensor) -> Tensor:
+def squared_relu(x: Tensor) -> Tensor:
+    """ReLU, squared (So et al. 2021)."""
     return F.relu(x).square()
 
 
-_ACTIVATIONS: tuple[Unary, ...] = (F.silu, F.gelu, gelu_tanh, F.relu, _quick_gelu, _squared_relu, torch.tanh)
+_ACTIVATIONS: tuple[Unary, ...] = (F.silu, F.gelu, gelu_tanh, F.relu, quick_gelu, squared_relu, torch.tanh)
 
 
 def match_activation(before: Tensor, after: Tensor, factor: Tensor | None = None) -> Unary | None:

@@ -7,14 +7,14 @@ so a change of the module's weights shows at once.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zprecision.quant import PackedTensor, QuantizedTensor, linear
+from zprecision.quant import PackedTensor, QuantizedTensor, linear, linear_many
 
 __all__ = [
     *("MLP", "Attention", "Block", "Decoder", "Embedding", "FusedQKV", "Head", "MLPInput", "Norm", "Projection"),
@@ -37,6 +37,11 @@ class Projection:
         if isinstance(self.weight, Tensor):
             return F.linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
+
+
+def project_all(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
+    """Return the outputs of projections that read the same tensor: quantized once, in one list of work."""
+    return linear_many(x, [each.weight for each in projections], [each.bias for each in projections])
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -123,7 +128,7 @@ class Attention:
         """Return queries, keys and values of x, (batch, time, width): (batch, time, heads, size) each, normalized."""
         queries, groups, size = self.num_heads, self.num_kv_heads, self.head_size
         if self.fused is None:
-            parts = [project(x) for project in self.projections]
+            parts = project_all(x, self.projections)
         elif self.fused is FusedQKV.STACKED:
             parts = list(torch.split(self.projections[0](x), [queries * size, groups * size, groups * size], dim=-1))
         else:
@@ -157,7 +162,10 @@ class MLP:
         if self.is_fused:
             gate, up = self.up(x).chunk(2, dim=-1)
             return self.down(self.act(gate) * up)
-        return self.down(self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            return self.down(self.act(self.up(x)))
+        gate, up = project_all(x, (self.gate, self.up))
+        return self.down(self.act(gate) * up)
 
 
 class MLPInput(enum.Enum):

@@ -1,4 +1,7 @@
-"""Comparison of a recognised decoder with its module: a whole prompt, and token by token over the cache."""
+"""Comparison of a recognised decoder with its module: a whole prompt, and token by token over the cache.
+
+Tokens go through `forward_each`, as in generation, so fused kernels are verified where they will run.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from zengine.inference.structure import Decoder
 __all__ = ["Verified", "verify"]
 
 LONG = 272  # tokens of the longest pass: above the usual windows of 256
+_LAST = 4  # of them, that are decoded one by one
 
 # Largest accepted difference of logits, relative to their largest magnitude.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -51,7 +55,7 @@ def verify(
     _verify_long(decoder, model, run, longest, seed)
     steps = DecoderPass(decoder, KVCache.create(decoder, 2, num_tokens))
     whole = steps.forward_all(ids[0], 0)
-    alone = torch.stack([steps.forward(ids[0, at : at + 1], 1) for at in range(num_tokens)])
+    alone = torch.cat([steps.forward_each(ids[0, at : at + 1], [1]) for at in range(num_tokens)])
     errors = [_error(found, wanted, decoder) for found in (whole, alone)]
     _check(max(errors), decoder, model, num_tokens)
     return Verified(prompt_error=errors[0], decode_error=errors[1])
@@ -60,13 +64,15 @@ def verify(
 def _verify_long(
     decoder: Decoder, model: nn.Module, run: Callable[[nn.Module, Tensor], Any], longest: int, seed: int
 ) -> None:
-    """Compare one pass over many tokens: windows and positions may only show there."""
+    """Compare a long prompt and the last tokens one by one: windows and positions may only show there."""
     num_tokens = min(longest, decoder.max_positions or longest, learnt_positions(model) or longest)
     vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
         wanted = run(model, ids)[0].double()
-    found = DecoderPass(decoder, KVCache.create(decoder, 1, num_tokens)).forward_all(ids[0], 0)
+    steps, start = DecoderPass(decoder, KVCache.create(decoder, 1, num_tokens)), max(1, num_tokens - _LAST)
+    whole = steps.forward_all(ids[0, :start], 0)
+    found = torch.cat([whole, *(steps.forward_each(ids[0, at : at + 1], [0]) for at in range(start, num_tokens))])
     _check(_error(found, wanted, decoder), decoder, model, num_tokens)
 
 

@@ -62,6 +62,62 @@ void zq_pack(const uint8_t *codes, const uint8_t *scales, const uint8_t *mins, u
 double zq_squares(int dtype, int64_t num_rows, const uint64_t *rows, const int64_t *numel, double *partials,
                   int num_threads);
 int64_t zq_num_partials(int64_t num_rows, const int64_t *numel);
+
+/* Decoding: one token of each of several sequences through the blocks of a decoder.  Numbers of dtypes: 0 float32,
+ * 1 bfloat16, 2 float16, 3 int8 (of a cache only).  Pointers are read at every call, so weights may change. */
+typedef struct {
+  zq_matrix matrix;   /* its bias and out are not used */
+  const void *bias;   /* (rows,) of `bias_dtype`, or NULL */
+  int64_t columns;
+  int32_t dtype;      /* of the rows: 0 or 1; -1: panels */
+  int32_t bias_dtype;
+} zq_projection;
+
+typedef struct {
+  const void *weight, *bias; /* (size,), or NULL */
+  int64_t size;              /* 0: there is no norm */
+  float eps, offset;         /* `offset` is added to the weight */
+  int32_t is_centered, weight_dtype, bias_dtype;
+} zq_norm;
+
+typedef struct {
+  zq_norm norm, query_norm, key_norm, out_norm, mlp_norm, mlp_out_norm;
+  zq_projection qkv[3], out, gate, up, down;
+  void *keys, *values;              /* (slots, kv heads, capacity, head size) of `cache_dtype` */
+  float *key_scales, *value_scales; /* (slots, kv heads, capacity), of an int8 cache */
+  const float *cos, *sin;           /* (capacity, rotary_size / 2) */
+  int64_t num_qkv;                  /* projections: 1 or 3; their rows, one after the other, are a token's row */
+  int64_t num_heads, num_kv_heads, head_size;
+  int64_t query_stride;             /* in a row: elements between the queries of two kv heads */
+  int64_t key_at, value_at, kv_stride;
+  int64_t rotary_size, window;      /* 0: none */
+  float scale, softcap, attention_factor, mlp_factor;
+  int32_t cache_dtype, is_neighbours;
+  int32_t has_gate;  /* 0: no; 1: yes; 2: its rows are before those of `up` in one matrix, which `gate` and `up` are */
+  int32_t mlp_input; /* 0: residual, 1: the block's input, 2: what the attention reads */
+  int32_t act;       /* 0 SiLU, 1 GELU, 2 GELU by tanh, 3 ReLU, 4 x sigmoid(1.702 x), 5 ReLU squared, 6 tanh */
+} zq_block;
+
+typedef struct {
+  const zq_block *blocks;
+  int64_t num_blocks, width, capacity;
+  zq_norm norm;        /* after the last block */
+  zq_projection head;
+  float head_factor, head_softcap;
+} zq_decoder;
+
+typedef struct {
+  int64_t first_block, end_block, tokens;
+  const int64_t *slots, *positions; /* (tokens,): different slots; a position is the length of the sequence before */
+  float *x;                         /* (tokens, width): input of the first block, output of the last */
+  float *logits;                    /* (tokens, rows of the head), or NULL */
+  void *scratch;                    /* zq_step_bytes */
+} zq_step;
+
+int64_t zq_step_bytes(const zq_decoder *decoder, int64_t tokens, int num_threads);
+void zq_run_step(const zq_decoder *decoder, const zq_step *step, int num_threads);
+/* out = act(x) * factors; act as in zq_block, and 7 exp, 8 erf; `factors` may be NULL. */
+void zq_activate(int act, const float *x, const float *factors, float *out, int64_t numel);
 /* cdef end */
 
 #define ZQ_BLOCK 32
@@ -92,5 +148,14 @@ typedef struct {
   void (*panel_tiles)(const zq_matrix *, const uint8_t *panel, int64_t blocks, const zq_tile *tiles, int64_t num_tiles,
                       const uint8_t *next, float (*out)[ZQ_PANEL]);
 } zq_kernels;
+
+/* Of zq_rt.c, for zq_decode.c. */
+const zq_kernels *zq_active_kernels(void);
+int64_t zq_num_blocks(int64_t columns);                             /* of a row of activations */
+int64_t zq_panel_bytes(const zq_matrix *matrix, int64_t columns);
+int64_t zq_matrix_blocks(const zq_matrix *matrix, int64_t columns); /* of a row of the matrix */
+int zq_tile_tokens(int64_t first, int64_t count);
+typedef void zq_region_work(void *context, int thread, int num_threads);
+void zq_run_region(zq_region_work *work, void *context, int num_threads);
 
 #endif

@@ -66,6 +66,8 @@ void zq_set_level(int level) {
 int zq_get_level(void) { return active; }
 const char *zq_source_hash(void) { return ZQ_SOURCE_HASH; }
 
+const zq_kernels *zq_active_kernels(void) { return levels[active]; }
+
 void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads) {
   gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))(uintptr_t)parallel;
   omp_thread_num = (int (*)(void))(uintptr_t)thread_num;
@@ -101,6 +103,25 @@ static void run(const team *t, int num_threads) {
     run_part(t, 0, 1);
 }
 
+/* One parallel region, whose threads share out work themselves. */
+typedef struct {
+  zq_region_work *work;
+  void *context;
+} region;
+
+static void run_in_region(void *context) {
+  const region *r = context;
+  r->work(r->context, omp_thread_num(), omp_num_threads());
+}
+
+void zq_run_region(zq_region_work *work, void *context, int num_threads) {
+  region r = {work, context};
+  if (gomp_parallel && num_threads > 1)
+    gomp_parallel(run_in_region, &r, (unsigned)num_threads, 0);
+  else
+    work(context, 0, 1);
+}
+
 /* Products ----------------------------------------------------------------------------------------------- */
 
 #define ACTIVATION_BYTES (512 << 10) /* of the tokens that meet a panel while it is in the first-level cache */
@@ -124,6 +145,9 @@ static int64_t blocks_of(const zq_matrix *m, int64_t columns) {
 }
 static int64_t num_panels(const zq_matrix *m) { return (m->rows + ZQ_PANEL - 1) / ZQ_PANEL; }
 
+int64_t zq_num_blocks(int64_t columns) { return num_blocks(columns); }
+int64_t zq_matrix_blocks(const zq_matrix *m, int64_t columns) { return blocks_of(m, columns); }
+
 int64_t zq_scratch_bytes(int64_t tokens, int64_t columns) {
   return tokens * num_blocks(columns) * (ZQ_BLOCK + 8) + tokens * (columns + 64) * 4 + 256;
 }
@@ -134,6 +158,8 @@ static int tile_tokens(int64_t first, int64_t count) {
   while (first + size > count) size /= 2;
   return size;
 }
+
+int zq_tile_tokens(int64_t first, int64_t count) { return tile_tokens(first, count); }
 
 static void activations_part(const team *t, int64_t from, int64_t to) {
   const products *p = t->job;
@@ -151,6 +177,8 @@ static int64_t panel_bytes(const zq_matrix *m, int64_t blocks) {
   int64_t groups = blocks * ZQ_BLOCK / m->group;
   return ZQ_PANEL * (groups * m->scale_bytes * (m->has_mins ? 2 : 1) + blocks * ZQ_BLOCK * m->bits / 8);
 }
+
+int64_t zq_panel_bytes(const zq_matrix *m, int64_t columns) { return panel_bytes(m, blocks_of(m, columns)); }
 
 static void store(const zq_matrix *m, int64_t row, int64_t token, const float values[ZQ_PANEL]) {
   int64_t count = m->rows - row < ZQ_PANEL ? m->rows - row : ZQ_PANEL;

@@ -16,8 +16,9 @@ from zprecision.quant.formats import Format, Integers, integers
 from zprecision.quant.layout import padded, part_dtypes, part_lengths
 
 __all__ = [
-    "MOST_DENSE_TOKENS", "Matrix", "dense_products", "empty_panels", "encode_integers", "pack_panels", "products",
-]  # fmt: skip
+    *("MOST_DENSE_TOKENS", "Matrix", "dense_products", "describe", "empty_panels", "encode_integers", "pack_panels"),
+    "products",
+]
 
 MOST_DENSE_TOKENS = 16  # beyond, torch's matrix product reads plain weights faster
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -65,7 +66,7 @@ def pack_panels(codes: Tensor, scales: Tensor, mins: Tensor | None, form: Intege
     lows = scales if mins is None else mins.contiguous()
     length = codes.shape[-1] * 8 // form.bits
     matrix = found.ffi.new("zq_matrix *")
-    _describe(matrix, codes.shape[0], form, length)
+    describe(matrix, codes.shape[0], form, length)
     addresses = [_bytes(found, part) for part in (codes, scales, lows, panels)]
     found.lib.zq_pack(*addresses, matrix, length // 32, codes.dtype == torch.int8, num_threads())
     return True
@@ -120,12 +121,13 @@ def _table(
         if bias is not None:
             held.append(bias.detach().float().contiguous())
             entry.bias = found.ffi.cast("float *", held[-1].data_ptr())
-        _describe(entry, rows, form, -(-columns // 32) * 32)
+        describe(entry, rows, form, -(-columns // 32) * 32)
         outs.append(out)
     return outs, held, table
 
 
-def _describe(entry: Any, rows: int, form: Integers | None, length: int) -> None:
+def describe(entry: Any, rows: int, form: Integers | None, length: int) -> None:
+    """Fill the rows and the format of a zq_matrix; None stands for plain rows.  length: of a row, in whole blocks."""
     entry.rows = rows
     if form is not None:
         entry.group = form.group or length

@@ -1,0 +1,486 @@
+/* One token of each of several sequences through the blocks of a decoder, in one parallel region.
+ *
+ * Problem: at one token a matrix is read in a tenth of a millisecond, and a dispatcher that is called a dozen times a
+ * block costs as much as some of them.
+ *
+ * Design: a phase is a list of independent units.  Threads claim runs of them, large ones first, and go on when all are
+ * done: nobody waits for a thread that the system has put aside, unless it holds a claim.
+ *
+ *   inputs     a token        norm, quantized for the projections
+ *   project    16 rows        queries, keys, values
+ *   attend     a token, a kv head, a run of positions      rotation, cache write, attention
+ *   merge      a token        the runs of its heads, quantized
+ *   output     16 rows        added to the residual stream, or kept if a norm follows
+ *   mlp inputs a token        norms, quantized
+ *   grow       32 rows        gate and up, activation, product, quantized: a block of the activation
+ *   shrink     16 rows        as output
+ *
+ * A unit reads whole rows of weights for all tokens, so weights are read once for all.  No sum crosses a unit, and
+ * every sum has one order: results depend neither on threads nor on the other tokens.
+ *
+ * Rejected: a region for each phase (its start and end cost more); barriers and equal shares (on a busy machine each of
+ * 200 barriers waits until both threads were given a core); one unit a row group with the attention
+ * within (kv heads and rows of the output do not divide alike).
+ */
+#include "zq_layers.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+extern const zq_layer_kernels zq_layers_base;
+#if defined(ZQ_HAS_X86)
+extern const zq_layer_kernels zq_layers_v3, zq_layers_v4;
+static const zq_layer_kernels *const layers[] = {&zq_layers_base, &zq_layers_v3, &zq_layers_v4, &zq_layers_v4};
+#else
+static const zq_layer_kernels *const layers[] = {&zq_layers_base};
+#endif
+
+enum { INPUT_RESIDUAL, INPUT_BLOCK, INPUT_SOURCE };
+
+/* Units of a phase that were claimed, and that are done. */
+typedef struct {
+  int64_t claimed, done, unused[6]; /* a cache line */
+} progress;
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Activations of all tokens, as floats in rows that are padded with zeros to 64, and quantized in tiles. */
+typedef struct {
+  float *floats;
+  int64_t stride, blocks;
+  int8_t *codes;
+  float *scales;
+  int32_t *sums;
+} activations;
+
+typedef struct {
+  const zq_decoder *decoder;
+  const zq_step *given;
+  const zq_kernels *products;
+  const zq_layer_kernels *layers;
+  const zq_block *block; /* that the thread is at */
+  progress *phases, *phase; /* all of the step, and the next of the thread */
+  int num_threads;
+  activations source, attended, mlp_input, grown;
+  float *rows, *written; /* (tokens, row): queries, keys, values; (tokens, width): before a norm */
+  float *partials;
+  int64_t row_stride, most_runs;
+  float *scratch; /* of each thread */
+  int64_t scratch_floats;
+} step;
+
+/* Memory -------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  char *base; /* NULL: only count */
+  int64_t used;
+} arena;
+
+static void *reserve(arena *a, int64_t bytes) {
+  void *at = a->base ? a->base + a->used : NULL;
+  a->used += (bytes + 63) / 64 * 64;
+  return at;
+}
+
+static activations reserve_activations(arena *a, int64_t tokens, int64_t columns) {
+  activations x = {.stride = (columns + 63) / 64 * 64 + 64, .blocks = zq_num_blocks(columns)};
+  x.floats = reserve(a, tokens * x.stride * 4);
+  x.codes = reserve(a, tokens * x.blocks * ZQ_BLOCK);
+  x.scales = reserve(a, tokens * x.blocks * 4);
+  x.sums = reserve(a, tokens * x.blocks * 4);
+  return x;
+}
+
+static int64_t num_phases(const zq_decoder *d) { return 9 * d->num_blocks + 2; }
+
+static int64_t most_runs(const zq_decoder *d) { return (d->capacity + ZQ_RUN - 1) / ZQ_RUN; }
+
+static int64_t row_of(const zq_block *b) { return (b->num_heads + 2 * b->num_kv_heads) * b->head_size; }
+
+/* Place all buffers; each is large enough for every block. */
+static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threads, void *memory) {
+  int64_t row = 16, mixed = 0, grown = 0, partial = 0;
+  arena a = {memory, 0};
+  for (const zq_block *b = d->blocks; b < d->blocks + d->num_blocks; b++) {
+    row = larger(row, row_of(b));
+    mixed = larger(mixed, b->out.columns);
+    grown = larger(grown, b->down.columns);
+    partial = larger(partial, b->num_heads * ZQ_PARTIAL_FLOATS(b->head_size));
+    s->scratch_floats = larger(s->scratch_floats,
+                               ZQ_ATTENTION_FLOATS(b->head_size, b->num_heads / b->num_kv_heads));
+  }
+  s->phases = reserve(&a, num_phases(d) * (int64_t)sizeof *s->phases);
+  s->row_stride = (row + 15) / 16 * 16 + 16;
+  s->most_runs = most_runs(d);
+  s->source = reserve_activations(&a, tokens, d->width);
+  s->attended = reserve_activations(&a, tokens, mixed);
+  s->mlp_input = reserve_activations(&a, tokens, d->width);
+  s->grown = reserve_activations(&a, tokens, grown);
+  s->rows = reserve(&a, tokens * s->row_stride * 4);
+  s->written = reserve(&a, tokens * d->width * 4);
+  s->partials = reserve(&a, tokens * partial * s->most_runs * 4);
+  s->scratch = reserve(&a, num_threads * s->scratch_floats * 4);
+  return a.used;
+}
+
+/* Activations of another length in the same memory. */
+static activations of_columns(activations x, int64_t columns) {
+  x.blocks = zq_num_blocks(columns);
+  return x;
+}
+
+int64_t zq_step_bytes(const zq_decoder *decoder, int64_t tokens, int num_threads) {
+  step s = {0};
+  return place(&s, decoder, tokens, num_threads, NULL) + 64;
+}
+
+/* Activations --------------------------------------------------------------------------------------------- */
+
+/* Index of block 0 of a token in tiles, and the distance between its blocks. */
+static int64_t tile_at(int64_t token, int64_t tokens, int64_t blocks, int *size) {
+  int64_t first = 0;
+  *size = zq_tile_tokens(0, tokens);
+  while (first + *size <= token) first += *size, *size = zq_tile_tokens(first, tokens);
+  return first * blocks + (token - first);
+}
+
+/* Quantize elements [first, first + count) of a token, whole blocks, and the padding after `columns`. */
+static void quantize_blocks(const step *s, const activations *x, int64_t token, int64_t first, int64_t count,
+                            int64_t columns) {
+  int size;
+  int64_t at = tile_at(token, s->given->tokens, x->blocks, &size) + first / ZQ_BLOCK * size;
+  int64_t blocks = first + count >= columns ? x->blocks - first / ZQ_BLOCK : count / ZQ_BLOCK;
+  s->products->activations(x->floats + token * x->stride + first, columns - first < count ? columns - first : count,
+                           blocks, x->codes + at * ZQ_BLOCK, x->scales + at, x->sums + at, size);
+}
+
+static void pad_floats(const activations *x, int64_t token, int64_t columns) {
+  const int64_t padded = (columns + 63) / 64 * 64;
+  memset(x->floats + token * x->stride + columns, 0, (size_t)(padded - columns) * 4);
+}
+
+/* The whole row of a token, from its floats. */
+static void finish_row(const step *s, const activations *x, int64_t token, int64_t columns, int is_quantized) {
+  pad_floats(x, token, columns);
+  if (is_quantized) quantize_blocks(s, x, token, 0, columns, columns);
+}
+
+/* Products ------------------------------------------------------------------------------------------------ */
+
+static void panel_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
+                       float (*out)[ZQ_WIDE]) {
+  const int64_t tokens = s->given->tokens, bytes = zq_panel_bytes(&p->matrix, p->columns);
+  const int64_t blocks = zq_matrix_blocks(&p->matrix, p->columns);
+  float values[ZQ_MOST_TOKENS][ZQ_PANEL];
+  for (int64_t panel = first / ZQ_PANEL; panel * ZQ_PANEL < first + count; panel++) {
+    const int64_t begin = larger(panel * ZQ_PANEL, first), row = begin - panel * ZQ_PANEL;
+    int64_t length = ZQ_PANEL - row;
+    if (begin + length > first + count) length = first + count - begin;
+    for (int64_t token = 0; token < tokens;) {
+      zq_tile tile = {x->codes + token * x->blocks * ZQ_BLOCK, x->scales + token * x->blocks,
+                      x->sums + token * x->blocks, zq_tile_tokens(token, tokens)};
+      s->products->panel(&p->matrix, p->matrix.data + panel * bytes, blocks, &tile, values);
+      for (int k = 0; k < tile.tokens; k++)
+        memcpy(out[token + k] + (begin - first), values[k] + row, (size_t)length * 4);
+      token += tile.tokens;
+    }
+  }
+}
+
+static void plain_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
+                       float (*out)[ZQ_WIDE]) {
+  const int64_t width = p->dtype == 0 ? 4 : 2;
+  s->layers->plain(p->dtype, (const char *)p->matrix.data + first * p->columns * width, p->columns, count, x->floats,
+                   x->stride, s->given->tokens, out);
+}
+
+/* Rows [first, first + count) of a projection for all tokens, with its bias. */
+static void product_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
+                         float (*out)[ZQ_WIDE]) {
+  (p->dtype < 0 ? panel_rows : plain_rows)(s, p, x, first, count, out);
+  if (!p->bias) return;
+  const char *bias = (const char *)p->bias + first * (p->bias_dtype == 0 ? 4 : 2);
+  for (int64_t token = 0; token < s->given->tokens; token++) s->layers->bias(out[token], p->bias_dtype, bias, count);
+}
+
+static int64_t units_of(int64_t rows, int64_t each) { return (rows + each - 1) / each; }
+
+/* Phases -------------------------------------------------------------------------------------------------- */
+
+typedef void phase(step *s, int64_t from, int64_t to, int thread);
+
+/* Add a product of all tokens to the residual stream. */
+static void add_rows(step *s, const zq_projection *p, const activations *x, const zq_norm *norm, float factor,
+                     int64_t from, int64_t to) {
+  float values[16][ZQ_WIDE];
+  const int64_t width = s->decoder->width;
+  for (int64_t unit = from; unit < to; unit++) {
+    int64_t first = unit * ZQ_PANEL, count = width - first < ZQ_PANEL ? width - first : ZQ_PANEL;
+    product_rows(s, p, x, first, count, values);
+    for (int64_t token = 0; token < s->given->tokens; token++)
+      if (norm->size)
+        memcpy(s->written + token * width + first, values[token], (size_t)count * 4);
+      else
+        s->layers->add(s->given->x + token * width + first, values[token], factor, count);
+  }
+}
+
+static void norm_and_add(step *s, const zq_norm *norm, int64_t token, float factor) {
+  const int64_t width = s->decoder->width;
+  if (!norm->size) return;
+  s->layers->norm(norm, s->written + token * width, s->written + token * width);
+  s->layers->add(s->given->x + token * width, s->written + token * width, factor, width);
+}
+
+/* The row of a token in `into`: `from`, normalized if there is a norm. */
+static void normalized(step *s, const zq_norm *norm, const float *from, const activations *into, int64_t token) {
+  float *out = into->floats + token * into->stride;
+  if (norm->size)
+    s->layers->norm(norm, from, out);
+  else
+    memcpy(out, from, (size_t)s->decoder->width * 4);
+}
+
+static int some_are_panels(const zq_projection *p, int64_t count) {
+  for (int64_t k = 0; k < count; k++)
+    if (p[k].dtype < 0) return 1;
+  return 0;
+}
+
+static void mlp_row(step *s, const float *from, int64_t token) {
+  const zq_block *b = s->block;
+  normalized(s, &b->mlp_norm, from, &s->mlp_input, token);
+  finish_row(s, &s->mlp_input, token, s->decoder->width, b->gate.dtype < 0 || b->up.dtype < 0);
+}
+
+static void inputs(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  (void)thread;
+  for (int64_t token = from; token < to; token++) {
+    const float *x = s->given->x + token * s->decoder->width;
+    normalized(s, &b->norm, x, &s->source, token);
+    finish_row(s, &s->source, token, s->decoder->width, some_are_panels(b->qkv, b->num_qkv));
+    if (b->mlp_input != INPUT_RESIDUAL)
+      mlp_row(s, b->mlp_input == INPUT_BLOCK ? x : s->source.floats + token * s->source.stride, token);
+  }
+}
+
+static int64_t project_units(const zq_block *b) {
+  int64_t total = 0;
+  for (int64_t k = 0; k < b->num_qkv; k++) total += units_of(b->qkv[k].matrix.rows, ZQ_PANEL);
+  return total;
+}
+
+static void project(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  float values[16][ZQ_WIDE];
+  int64_t base = 0, column = 0;
+  (void)thread;
+  for (const zq_projection *p = b->qkv; p < b->qkv + b->num_qkv; p++) {
+    const int64_t rows = p->matrix.rows, units = units_of(rows, ZQ_PANEL);
+    for (int64_t unit = from > base ? from - base : 0; unit < units && base + unit < to; unit++) {
+      int64_t first = unit * ZQ_PANEL, count = rows - first < ZQ_PANEL ? rows - first : ZQ_PANEL;
+      product_rows(s, p, &s->source, first, count, values);
+      for (int64_t token = 0; token < s->given->tokens; token++)
+        memcpy(s->rows + token * s->row_stride + column + first, values[token], (size_t)count * 4);
+    }
+    base += units;
+    column += rows;
+  }
+}
+
+/* The positions that a token attends to: runs of them, the first perhaps from within. */
+typedef struct {
+  int64_t first, end, first_run, num_runs;
+} span;
+
+static span span_of(const step *s, int64_t token) {
+  const int64_t end = s->given->positions[token] + 1, window = s->block->window;
+  span found = {window && end > window ? end - window : 0, end, 0, 0};
+  found.first_run = found.first / ZQ_RUN;
+  found.num_runs = (end + ZQ_RUN - 1) / ZQ_RUN - found.first_run;
+  return found;
+}
+
+static int64_t attend_units(const step *s) {
+  int64_t total = 0;
+  for (int64_t token = 0; token < s->given->tokens; token++)
+    total += span_of(s, token).num_runs * s->block->num_kv_heads;
+  return total;
+}
+
+static float *partials_at(const step *s, int64_t token, int64_t head) {
+  return s->partials + (token * s->block->num_heads + head) * s->most_runs * ZQ_PARTIAL_FLOATS(s->block->head_size);
+}
+
+static void attend(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  const int64_t group = b->num_heads / b->num_kv_heads, each = ZQ_PARTIAL_FLOATS(b->head_size);
+  int64_t base = 0;
+  zq_attention a = {.block = b, .capacity = s->decoder->capacity, .partial_stride = s->most_runs * each,
+                    .scratch = s->scratch + thread * s->scratch_floats};
+  for (int64_t token = 0; token < s->given->tokens && base < to; token++) {
+    const span found = span_of(s, token);
+    const int64_t units = found.num_runs * b->num_kv_heads;
+    a.row = s->rows + token * s->row_stride, a.slot = s->given->slots[token], a.position = s->given->positions[token];
+    for (int64_t unit = from > base ? from - base : 0; unit < units && base + unit < to; unit++) {
+      const int64_t run = unit % found.num_runs, begin = (found.first_run + run) * ZQ_RUN;
+      a.kv_head = unit / found.num_runs;
+      a.first = larger(begin, found.first);
+      a.end = begin + ZQ_RUN < found.end ? begin + ZQ_RUN : found.end;
+      a.partials = partials_at(s, token, a.kv_head * group) + run * each;
+      s->layers->attend(&a);
+    }
+    base += units;
+  }
+}
+
+static void merge(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  (void)thread;
+  for (int64_t token = from; token < to; token++) {
+    const int64_t runs = span_of(s, token).num_runs;
+    float *out = s->attended.floats + token * s->attended.stride;
+    for (int64_t head = 0; head < b->num_heads; head++)
+      s->layers->merge(partials_at(s, token, head), runs, b->head_size, out + head * b->head_size);
+    finish_row(s, &s->attended, token, b->out.columns, b->out.dtype < 0);
+  }
+}
+
+static void output(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  (void)thread;
+  add_rows(s, &b->out, &s->attended, &b->out_norm, b->attention_factor, from, to);
+}
+
+static void mlp_inputs(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  (void)thread;
+  for (int64_t token = from; token < to; token++) {
+    norm_and_add(s, &b->out_norm, token, b->attention_factor);
+    if (b->mlp_input == INPUT_RESIDUAL) mlp_row(s, s->given->x + token * s->decoder->width, token);
+  }
+}
+
+static void grow(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  const int64_t size = b->down.columns, up_at = b->has_gate == 2 ? size : 0;
+  float gate[16][ZQ_WIDE], up[16][ZQ_WIDE];
+  (void)thread;
+  for (int64_t unit = from; unit < to; unit++) {
+    const int64_t first = unit * ZQ_WIDE, count = size - first < ZQ_WIDE ? size - first : ZQ_WIDE;
+    if (b->has_gate) product_rows(s, &b->gate, &s->mlp_input, first, count, gate);
+    product_rows(s, &b->up, &s->mlp_input, up_at + first, count, up);
+    for (int64_t token = 0; token < s->given->tokens; token++) {
+      float *out = s->grown.floats + token * s->grown.stride + first;
+      s->layers->activate(b->act, b->has_gate ? gate[token] : up[token], b->has_gate ? up[token] : NULL, out, count);
+      if (first + count == size) pad_floats(&s->grown, token, size);
+      if (b->down.dtype < 0) quantize_blocks(s, &s->grown, token, first, ZQ_WIDE, size);
+    }
+  }
+}
+
+static void shrink(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  (void)thread;
+  add_rows(s, &b->down, &s->grown, &b->mlp_out_norm, b->mlp_factor, from, to);
+}
+
+static void mlp_norms(step *s, int64_t from, int64_t to, int thread) {
+  (void)thread;
+  for (int64_t token = from; token < to; token++) norm_and_add(s, &s->block->mlp_out_norm, token, s->block->mlp_factor);
+}
+
+static void last_norm(step *s, int64_t from, int64_t to, int thread) {
+  const int64_t width = s->decoder->width;
+  (void)thread;
+  for (int64_t token = from; token < to; token++) {
+    normalized(s, &s->decoder->norm, s->given->x + token * width, &s->source, token);
+    finish_row(s, &s->source, token, width, s->decoder->head.dtype < 0);
+  }
+}
+
+static void head(step *s, int64_t from, int64_t to, int thread) {
+  const zq_projection *p = &s->decoder->head;
+  const int64_t rows = p->matrix.rows;
+  float values[16][ZQ_WIDE];
+  (void)thread;
+  for (int64_t unit = from; unit < to; unit++) {
+    int64_t first = unit * ZQ_PANEL, count = rows - first < ZQ_PANEL ? rows - first : ZQ_PANEL;
+    product_rows(s, p, &s->source, first, count, values);
+    for (int64_t token = 0; token < s->given->tokens; token++) {
+      s->layers->cap(values[token], s->decoder->head_factor, s->decoder->head_softcap, count);
+      memcpy(s->given->logits + token * rows + first, values[token], (size_t)count * 4);
+    }
+  }
+}
+
+/* The step ------------------------------------------------------------------------------------------------ */
+
+#define SPINS 4000 /* about 0.1 ms, longer than a thread waits on an idle machine */
+
+static void pause_thread(int spins) {
+  if (spins >= SPINS)
+    sched_yield();
+#if defined(ZQ_HAS_X86)
+  else
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Claim units: a part of what is left, so that threads end together.  Returns the first; *end is after the last. */
+static int64_t claim(progress *p, int64_t total, int num_threads, int64_t *end) {
+  int64_t from = __atomic_load_n(&p->claimed, __ATOMIC_RELAXED);
+  do {
+    if (from >= total) return total;
+    *end = from + larger((total - from) / (2 * num_threads), 1);
+    if (num_threads == 1) *end = total;
+  } while (!__atomic_compare_exchange_n(&p->claimed, &from, *end, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return from;
+}
+
+static void share(step *s, phase *work, int64_t total, int thread) {
+  progress *p = s->phase++;
+  for (int64_t from, to; (from = claim(p, total, s->num_threads, &to)) < total;) {
+    work(s, from, to, thread);
+    __atomic_fetch_add(&p->done, to - from, __ATOMIC_RELEASE);
+  }
+  for (int spins = 0; __atomic_load_n(&p->done, __ATOMIC_ACQUIRE) < total; spins += spins < SPINS) pause_thread(spins);
+}
+
+/* Each thread has its own copy of `step`: one that comes late finds the phases done, and catches up. */
+static void run_step(void *context, int thread, int num_threads) {
+  step s = *(const step *)context;
+  const zq_decoder *d = s.decoder;
+  const int64_t tokens = s.given->tokens, width = d->width;
+  s.phase = s.phases, s.num_threads = num_threads;
+  for (int64_t k = s.given->first_block; k < s.given->end_block; k++) {
+    const zq_block *b = s.block = d->blocks + k;
+    s.attended = of_columns(s.attended, b->out.columns);
+    s.grown = of_columns(s.grown, b->down.columns);
+    share(&s, inputs, tokens, thread);
+    share(&s, project, project_units(b), thread);
+    share(&s, attend, attend_units(&s), thread);
+    share(&s, merge, tokens, thread);
+    share(&s, output, units_of(width, ZQ_PANEL), thread);
+    if (b->out_norm.size || b->mlp_input == INPUT_RESIDUAL) share(&s, mlp_inputs, tokens, thread);
+    share(&s, grow, units_of(b->down.columns, ZQ_WIDE), thread);
+    share(&s, shrink, units_of(width, ZQ_PANEL), thread);
+    if (b->mlp_out_norm.size) share(&s, mlp_norms, tokens, thread);
+  }
+  if (!s.given->logits) return;
+  share(&s, last_norm, tokens, thread);
+  share(&s, head, units_of(d->head.matrix.rows, ZQ_PANEL), thread);
+}
+
+void zq_run_step(const zq_decoder *decoder, const zq_step *given, int num_threads) {
+  step s = {.decoder = decoder, .given = given, .products = zq_active_kernels(), .layers = layers[zq_get_level()]};
+  place(&s, decoder, given->tokens, num_threads, (void *)(((uintptr_t)given->scratch + 63) / 64 * 64));
+  memset(s.phases, 0, (size_t)num_phases(decoder) * sizeof *s.phases);
+  zq_run_region(run_step, &s, num_threads);
+}
+
+void zq_activate(int act, const float *x, const float *factors, float *out, int64_t numel) {
+  layers[zq_get_level()]->activate(act, x, factors, out, numel);
+}

@@ -1,0 +1,124 @@
+"""Steps of decoding: one call of C for all blocks and all sequences.
+
+Problem.  At one token each matrix of a small model is read in a tenth of a millisecond, as long as a dozen calls of
+an operator take; and four sequences cost four times as much if each reads the weights for itself.
+
+Design.  Structs are made once and hold addresses; a step passes ids, lengths and the residual stream.  zq_decode.c
+shares out the work and reads each weight once for all sequences.
+
+Rejected: a call for each block (the region of threads starts again 22 times a token); copies of the weights in one
+buffer (twice the memory, and changes of the weights would not show).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from zprecision.backends.native import is_addressable, library, num_threads
+from zprecision.decoding.describe import Writer
+from zprecision.decoding.values import Activation, FusedBlock, FusedHead, unsupported
+
+__all__ = ["MOST_SEQUENCES", "FusedDecoder", "activate"]
+
+MOST_SEQUENCES = 16  # of a step
+_THREAD_BYTES = 2**16  # of a block, above which another thread is worth its waits
+
+
+@final
+class FusedDecoder:
+    """Blocks and perhaps a head, as C reads them.
+
+    Results depend on a sequence's own tokens only: not on the others of a step, slots, threads or instruction set.
+    """
+
+    def __init__(self, blocks: Sequence[FusedBlock], head: FusedHead | None, *, width: int, capacity: int) -> None:
+        """width: of the residual stream.  capacity: positions of a slot of the caches.
+
+        Raises ValueError for a value that the kernels cannot run.
+        """
+        for value in (*blocks, *(() if head is None else (head,))):
+            if reason := unsupported(value):
+                raise ValueError(f"no kernels for this decoder: {reason}")
+        found = library()
+        assert found is not None
+        writer = Writer(found)
+        self._blocks = found.ffi.new("zq_block[]", max(1, len(blocks)))
+        self._decoder = found.ffi.new("zq_decoder *")
+        for entry, block in zip(self._blocks, blocks):
+            writer.block(entry, block, width)
+        self._vocabulary = 0
+        if head is not None:
+            writer.head(self._decoder, head)
+            self._vocabulary = head.projection.weight.shape[0]
+        self._decoder.blocks, self._decoder.num_blocks = self._blocks, len(blocks)
+        self._decoder.width, self._decoder.capacity = width, capacity
+        self._found, self._width, self._num_blocks = found, width, len(blocks)
+        # aliases keep the memory alive if a parameter gets another; `is_current` then says so
+        self._tensors = writer.tensors
+        self._aliases = [each.detach() for each in writer.tensors]
+        self._addresses = [each.data_ptr() for each in writer.tensors]
+        self._most_threads = 1 + sum(each.nbytes for each in writer.tensors) // max(1, len(blocks)) // _THREAD_BYTES
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all tensors are where they were when this was made."""
+        return [each.data_ptr() for each in self._tensors] == self._addresses
+
+    def run(
+        self, x: Tensor, slots: Sequence[int], positions: Sequence[int], blocks: range, *, with_head: bool = False
+    ) -> Tensor | None:
+        """Advance (n, width) float32 in place through `blocks`; return the logits, (n, vocabulary), if asked for.
+
+        Token i is that at positions[i] of slots[i]; its keys and values are written there.  n: up to MOST_SEQUENCES,
+        of different slots.  The caller checks that slots and positions exist.
+
+        Raises ValueError for another shape or dtype of `x`.
+        """
+        count = len(slots)
+        if (
+            x.shape != (count, self._width)
+            or x.dtype != torch.float32
+            or not x.is_contiguous()
+            or not is_addressable(x)
+        ):
+            raise ValueError(f"run() needs contiguous float32 of ({count}, {self._width}), got {x.dtype} {x.shape}")
+        if not 1 <= count <= MOST_SEQUENCES or len(set(slots)) != count or len(positions) != count:
+            raise ValueError(f"run() takes 1 to {MOST_SEQUENCES} sequences, each in its own slot; got slots {slots}")
+        ffi, lib = self._found.ffi, self._found.lib
+        threads = max(1, min(num_threads(), self._most_threads))
+        logits = torch.empty(count, self._vocabulary) if with_head else None
+        step = ffi.new("zq_step *")
+        held = ffi.new("int64_t[]", list(slots)), ffi.new("int64_t[]", list(positions))
+        step.slots, step.positions = held
+        step.first_block, step.end_block, step.tokens = blocks.start, blocks.stop, count
+        step.x = ffi.cast("float *", x.data_ptr())
+        step.scratch = ffi.cast("void *", self._memory(count, threads).data_ptr())
+        if logits is not None:
+            step.logits = ffi.cast("float *", logits.data_ptr())
+        lib.zq_run_step(self._decoder, step, threads)
+        return logits
+
+    def _memory(self, tokens: int, threads: int) -> Tensor:
+        need = int(self._found.lib.zq_step_bytes(self._decoder, tokens, threads))
+        if self._scratch.numel() < need:
+            self._scratch = torch.empty(need, dtype=torch.uint8)
+        return self._scratch
+
+
+def activate(act: Activation, x: Tensor, factors: Tensor | None = None) -> Tensor | None:
+    """Return act(x) * factors as the kernels compute it, for contiguous float32 on a CPU; None without kernels."""
+    found = library()
+    if found is None:
+        return None
+    out = torch.empty_like(x)
+
+    def at(tensor: Tensor | None) -> Any:
+        return found.ffi.NULL if tensor is None else found.ffi.cast("float *", tensor.data_ptr())
+
+    found.lib.zq_activate(int(act), at(x), at(factors), at(out), x.numel())
+    return out
