@@ -37,11 +37,19 @@ def test_the_module_is_cast_evaluated_and_keeps_no_graph():
     assert isinstance(engine, deepspeed.InferenceEngine)
 
 
-def test_fp16_is_the_default_as_in_deepspeed_and_idle_keys_are_told(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING, "zengine"):
-        engine = deepspeed.init_inference(Generator(), {"replace_with_kernel_inject": True})
-    assert engine.body.weight.dtype == torch.float16
-    assert "replace_with_kernel_inject has no effect here" in caplog.text
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [{}, {"dtype": "half"}])
+def test_fp16_becomes_a_dtype_that_a_cpu_computes_in(
+    stored: torch.dtype, given: dict[str, str], caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO, "zengine"):
+        engine = deepspeed.init_inference(Generator().to(stored), given)
+    assert engine.body.weight.dtype == stored
+    (record,) = caplog.records
+    assert (
+        record.getMessage() == f"init_inference: torch.float16 is slow on cpu; weights and activations are {stored}"
+    )
+    assert record.levelno == (logging.WARNING if given else logging.INFO)
 
 
 def test_generation_beyond_the_limit_is_refused_before_it_begins():

@@ -42,6 +42,9 @@ class Row:
 
     units: int = attrs.field(default=0, validator=ge(0))  # as those of the column layer before it
     takes_part: bool = False  # every rank gets all inputs
+    by_outputs: bool = (
+        False  # each rank holds rows of the weight instead: inputs and outputs are gathered, not summed
+    )
 
 
 @attrs.frozen(kw_only=True)
