@@ -12,6 +12,7 @@ from torch import nn
 
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
+from zpartition.testing.expert_models import MoELanguageModel
 from zpartition.testing.tensor_models import PLAN, Language
 
 
@@ -144,3 +145,43 @@ def _answers() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_model_that_was_split_before_answers_as_the_whole_one():
     for whole, split in run_ranks(_answers, 2):
         torch.testing.assert_close(split, whole, rtol=0, atol=1e-5)
+
+
+def test_members_of_an_engine_on_one_rank(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    source = Generator()
+    safetensors.torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
+    source.config = {"the model's": "own"}
+    engine = deepspeed.init_inference(source, dtype="fp32", checkpoint=str(tmp_path))
+    assert engine.config is source.config
+    assert (engine.mp_group, engine.ep_group, engine.expert_mp_group, engine.quantization_scales) == (None,) * 4
+    other = Generator()
+    engine.load_model_with_checkpoint(other)
+    assert torch.equal(other.body.weight, source.body.weight)
+    with pytest.raises(ValueError, match=r"needs init_inference\(checkpoint=\.\.\.\)"):
+        deepspeed.init_inference(Generator(), dtype="fp32").load_model_with_checkpoint(other)
+    given = []
+    monkeypatch.setattr(source, "compile", lambda **kwargs: given.append(kwargs))
+    assert not engine.is_compiled
+    engine.compile(backend="eager", compile_kwargs={"dynamic": False})
+    assert engine.is_compiled
+    assert given == [{"backend": "eager", "dynamic": False}]
+
+
+def test_a_compiled_engine_answers_as_before():
+    engine = deepspeed.init_inference(Generator(), dtype="fp32")
+    x = torch.randn(3, 2)
+    wanted = engine(x)
+    engine.compile(backend="eager")
+    assert torch.equal(engine(x), wanted)
+
+
+def _expert_members() -> None:
+    engine = deepspeed.init_inference(MoELanguageModel(), dtype="fp32", moe={"ep_size": 2})
+    (group,) = engine.ep_group.values()
+    assert list(engine.ep_group) == [4]
+    assert torch.distributed.get_process_group_ranks(group) == [0, 1]
+    assert engine.expert_mp_group == {4: None}
+
+
+def test_groups_of_experts_are_told_by_their_number():
+    run_ranks(_expert_members, 2)
