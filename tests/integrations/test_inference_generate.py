@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import zengine.deepspeed as deepspeed
+from zcomm.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers")
 
@@ -226,3 +227,24 @@ def test_without_kernel_injection_the_module_s_own_forward_runs(calls: list[int]
     engine = deepspeed.init_inference(subject, dtype="fp32")
     assert torch.equal(engine.generate(ids, **given), subject.generate(ids, **given))
     assert not calls
+
+
+def _tokens_of_ranks() -> list[Any]:
+    """Greedy tokens of two quantized ranks and of one; drawn ones, from random states that differ before."""
+    ids, mask = prompts()
+    given = {"attention_mask": mask, "max_new_tokens": 10}
+    whole = deepspeed.init_inference(model(), dtype="int8")
+    split = deepspeed.init_inference(model(), dtype="int8", mp_size=2)
+    logits = [engine(ids).logits for engine in (whole, split)]
+    greedy = [engine.generate(ids, **given).tolist() for engine in (whole, split)]
+    torch.manual_seed(torch.distributed.get_rank())
+    drawn = split.generate(ids, do_sample=True, temperature=1.5, **given).tolist()
+    layer = split.module.get_submodule("model.layers.0.self_attn.o_proj")
+    return [torch.equal(*logits), greedy[0] == greedy[1], drawn, layer.weight.shape]
+
+
+def test_ranks_of_a_quantized_model_emit_one_token() -> None:
+    first, second = run_ranks(_tokens_of_ranks, 2)
+    assert first[:2] == second[:2] == [True, True]
+    assert first[2] == second[2]
+    assert first[3] == second[3] == (24, 48)
