@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,6 +228,16 @@ def test_without_kernel_injection_the_module_s_own_forward_runs(calls: list[int]
     engine = deepspeed.init_inference(subject, dtype="fp32")
     assert torch.equal(engine.generate(ids, **given), subject.generate(ids, **given))
     assert not calls
+
+
+def test_a_model_whose_layers_rest_on_a_drive_generates_the_same(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    given = {"attention_mask": mask, "max_new_tokens": 4}
+    wanted = model().generate(ids, **given)
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    engine = deepspeed.init_inference(model(), dtype="fp32", zero={"stage": 3, "offload_param": offload})
+    assert torch.equal(engine.generate(ids, **given), wanted)
+    assert all(param.numel() == 0 for param in engine.module.model.layers.parameters())
 
 
 def _tokens_of_ranks() -> list[Any]:

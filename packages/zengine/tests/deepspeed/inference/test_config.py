@@ -55,7 +55,6 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
             "other than symmetric rounding of activations to 8 bits is not available yet",
         ),
         ("quant", {"weight": {"post_init_quant": {"fc": {"group_size": 48}}}}, "group_size 32, 64 or 128"),
-        ("zero", {"stage": 3}, "engine.eval"),
         ("max_out_tokens", 0, "must be >= 1"),
         ("keep_module_on_host", "yes", "needs true or false"),
         ("dtype", "int4", 'for 4 bits, quant={"weight": {"num_bits": 4}}'),

@@ -15,6 +15,7 @@ from zengine.config import ConfigError, Problem
 from zengine.config.grammar.kinds import ANYTHING, TEXT, TRUTH, Mismatch, ValueKind, whole
 from zengine.config.grammar.source import read
 from zengine.config.grammar.table import Key, Row, Section, Support, ignored, renamed
+from zengine.deepspeed.inference.offloading import WeightOffload, read_offload, read_zero
 from zengine.deepspeed.inference.parallel import (
     MOE,
     OLD_NAMES,
@@ -130,9 +131,7 @@ _KEYS: dict[str, Row] = {
     "min_tokens": renamed(whole(1), "min_out_tokens", what="another name"),
     "args": renamed(ANYTHING, "config", what="another name"),
     # only the default
-    "zero": _only(
-        {}, "inference does not stream weights", "Evaluate with a stage-3 training engine: engine.eval().", _OFF
-    ),
+    "zero": honoured(kind=ValueKind("a ZeRO section", read_zero), default={}),
     "base_dir": _only("", "a checkpoint is one path", "Pass the whole path as checkpoint."),
     "save_mp_checkpoint_path": _only(None, _WHOLE, "Remove it, and pass the whole model as checkpoint."),
     "checkpoint_config": _only({}, _WHOLE, "Pass a path as checkpoint.", _OFF),
@@ -168,6 +167,7 @@ class DeepSpeedInferenceConfig(SectionModel):
     tensor_parallel: DeepSpeedTPConfig
     moe: DeepSpeedMoEConfig
     quant: QuantizationConfig
+    zero: dict[str, Any]  # of a stage-3 config with offload_param: stream weights
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         given = {
@@ -175,6 +175,9 @@ class DeepSpeedInferenceConfig(SectionModel):
         }
         super().__init__(strict, **given)  # `tp` is another name of the section into which other old names move
         problems = [*conflicts(self.tensor_parallel, self.injection_policy), *self._graph_conflicts()]
+        if self.offload is not None and not self.parallelism.is_single_rank:
+            reason = "weights that are streamed block by block are not split over ranks"
+            problems.append(Problem(reason=reason, key="init_inference.zero", suggestion="Leave one of them out."))
         if problems:
             raise invalid(type(self).__name__, problems)
         if self.replace_with_kernel_inject and self.parallelism.policy:
@@ -209,6 +212,15 @@ class DeepSpeedInferenceConfig(SectionModel):
         """Formats of the linear layers; None if they are not quantized."""
         return read_quantization(self.dtype, self.quant.given())
 
+    @property
+    def offload(self) -> WeightOffload | None:
+        """Where blocks rest between their calls; None: on the device."""
+        return read_offload(self.zero)
+
+    def without_offload(self) -> DeepSpeedInferenceConfig:
+        """Return the config without `zero`."""
+        return type(self)(**{**self.given(), "zero": None})
+
     def compute_dtype(self, device: torch.device, stored: torch.dtype = torch.float32) -> torch.dtype:
         """Return the dtype of weights that are not quantized, and of activations.
 
@@ -226,7 +238,11 @@ class DeepSpeedInferenceConfig(SectionModel):
         parallelism = self.parallelism
         is_read = bool(parallelism.policy) and not parallelism.is_single_rank
         is_idle = self.injection_policy is not None and not is_read
-        idle = ("init_inference.injection_policy has no effect here: no layers are split",) if is_idle else ()
+        idle = []
+        if is_idle:
+            idle.append("init_inference.injection_policy has no effect here: no layers are split")
+        if self.zero and self.offload is None:
+            idle.append("init_inference.zero has no effect here: only stage 3 with offload_param streams weights")
         return (*self.model_notices, *idle)
 
 

@@ -6,6 +6,7 @@ may pass different inputs but must call equally often: each call exchanges token
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -20,12 +21,14 @@ from torch.utils.hooks import RemovableHandle
 import zpartition
 from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
-from zengine.deepspeed.inference import generation, memory, splitting, weights
+from zengine.deepspeed.inference import generation, memory, offloading, splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
 from zengine.deepspeed.inference.fused import FusedPath, has_quantized_layers, recognized, reject_prompt
 from zengine.deepspeed.inference.graphs import GraphedModule
+from zengine.deepspeed.inference.offloading import WeightOffload
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
-from zengine.inference.quantized_modules import quantize_linears, scales_of, unquantized
+from zengine.inference.offload import WeightStream
+from zengine.inference.quantized_modules import linear_weights, quantize_linears, scales_of, unquantized
 from zengine.inference.structure import Decoder
 
 __all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
@@ -73,6 +76,7 @@ class InferenceEngine(nn.Module):
         self.module = prepared.module
         self._config = config
         self._fused = prepared.fused  # FusedPath; None: the module's own forward runs
+        self._stream = prepared.stream  # blocks that rest elsewhere; None: all weights are on the device
         self._run: Callable[..., Any] = GraphedModule(self.module) if config.enable_cuda_graph else self.module
         self._hooks: list[RemovableHandle] = []  # of `profile_model_time`
         self._told: set[str] = set()  # arguments of `generate` that were logged
@@ -259,7 +263,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 @attrs.frozen(eq=False)
 class _Prepared:
     module: nn.Module  # with its weights, or with this rank's part of them
-    fused: FusedPath | None
+    fused: FusedPath | None = None
+    stream: WeightStream | None = None  # of blocks that rest elsewhere
 
 
 def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
@@ -276,6 +281,8 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
             f"{type(module).__name__} is on the meta device and has no weights: pass checkpoint=, a weight file "
             "or a Hugging Face folder."
         )
+    if config.offload is not None:
+        return _prepare_streamed(module, config, config.offload, device, dtype)
     if is_on_meta and _needs_run(module, config):
         assert path is not None
         weights.materialize(module, host)
@@ -302,6 +309,37 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
     return _Prepared(module, None if decoder is None else FusedPath.of(decoder, module, config.max_out_tokens))
 
 
+def _prepare_streamed(
+    module: nn.Module,
+    config: DeepSpeedInferenceConfig,
+    offload: WeightOffload,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Prepared:
+    """Fill, cast and quantize the blocks one by one, and let them rest outside of the device."""
+    if not offload.directory and device == torch.device("cpu"):
+        log.warning("init_inference.zero: on a CPU the host has the weights already; none are streamed")
+        return _prepare(module, config.without_offload())
+    if config.replace_with_kernel_inject:
+        log.warning("replace_with_kernel_inject: weights that are streamed are not fused; the module's forward runs")
+    quantization = config.quantization
+
+    def finish(part: nn.Module, name: str) -> None:
+        part.to(dtype=dtype)
+        prefix = f"{name}." if name else ""
+        if quantization is None:
+            return
+        names = [layer for layer, *_ in linear_weights(part) if layer]
+        formats = {layer: quantization.format_of(f"{prefix}{layer}") for layer in names}
+        if any(format is not None for format in formats.values()):
+            quantize_linears(part, formats.get)
+
+    with weights.opened(module, config.checkpoint) as tensors:
+        loader = functools.partial(weights.load_part, tensors=tensors)
+        stream = offloading.fill_and_park(module, offload, device, loader, finish)
+    return _Prepared(module.eval(), stream=stream)
+
+
 def _compute_dtype(module: nn.Module, config: DeepSpeedInferenceConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the weights on `device`, and log if it is not the config's."""
     stored = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
@@ -317,6 +355,8 @@ def _compute_dtype(module: nn.Module, config: DeepSpeedInferenceConfig, device: 
 def _check_memory(
     module: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
+    if config.offload is not None:
+        return  # two blocks at a time
     ranks = max(1, config.parallelism.tensor.size)
     needed = memory.estimate(module, dtype, config.quantization, ranks)
     available = get_accelerator().available_memory()
