@@ -134,13 +134,14 @@ def quantized_layer(layer: nn.Module, weight: PackedTensor | QuantizedTensor) ->
 def linear_weights(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Yield (name, layer, weight as (out, in)) of each linear layer; Transformers' Conv1D has its transpose.
 
-    Leaves out the layers of torch's own transformer blocks, which read their weights themselves.
+    Leaves out the layers of torch's own transformer blocks, which read their weights themselves, and experts of other
+    ranks, which are empty here.
     """
     fused = {id(child) for each in module.modules() if isinstance(each, _READERS) for child in each.children()}
     for name, layer in module.named_modules():
-        if id(layer) in fused:
-            continue
         weight = getattr(layer, "weight", None)
+        if id(layer) in fused or (isinstance(weight, Tensor) and not weight.numel()):
+            continue
         if type(layer) is nn.Linear or (isinstance(layer, nn.Linear) and isinstance(layer, tensor.SplitLayer)):
             yield name, layer, layer.weight
         elif isinstance(weight, Tensor) and weight.dim() == 2 and getattr(layer, "nf", None) == weight.shape[1]:

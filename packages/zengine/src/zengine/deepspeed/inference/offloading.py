@@ -83,8 +83,8 @@ def fill_and_park(
     inside = {id(param): param for block in found.blocks.values() for param in block.parameters()}
     if any(inside[each].is_meta for each in found.shared & inside.keys()):
         raise ValueError(
-            f"blocks of {type(module).__name__} share weights and are on the meta device: build the model with memory,"
-            " or leave out zero"
+            f"blocks of {type(module).__name__} share weights and are on the meta device: build the model with memory"
+            ", or leave out zero"
         )
     for name, block in found.blocks.items():
         fill(block, name)
