@@ -117,9 +117,16 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
                 "quant.QuantizedTensor",
                 "quant.dequantize",
             ),
-            *("quant.format_name", "quant.linear", "quant.pack", "quant.quantize"),
+            *("quant.format_name", "quant.linear", "quant.pack", "quant.quantize", "quant.unit_of"),
         },
+        "zpartition": {"tensor"},
     },
+    # weights that rest on a drive
+    "inference/offload.py": {"zpartition": {"disk.DiskOptions", "disk.DiskStore", "disk.Region"}},
+    # bytes of quantized weights
+    "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
+    # one token on all tensor ranks
+    "deepspeed/inference/generation.py": {"zpartition": {"tensor.agree_on_random_numbers"}},
     "deepspeed/inference/quantization.py": {"zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8"}},
     # launches through torch's own functions are announced
     "deepspeed/comm/verbs.py": {"zcomm": {"launching"}},

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zcomm
 import zengine.deepspeed as deepspeed
 import zpartition
 from zcomm.testing import run_ranks
 from zengine.inference.quantized_modules import QuantizedLinear, quantize_linears, scales_of
 from zpartition import tensor
-from zpartition.tensor import Column, Replicated, Row, Rule, TensorPlan, Vocabulary
+from zpartition.layout.address import Address
+from zpartition.tensor import Column, Replicated, Row, RowSplit, Rule, TensorPlan, Vocabulary
 from zpartition.testing.tensor_models import Language
 from zprecision.quant import Format, Int4, Int8, PackedTensor, QuantizedTensor, quantize
 
@@ -114,8 +116,8 @@ def test_the_logits_are_those_of_the_whole_quantized_model(case: str) -> None:
         assert all(found.values()), found
 
 
-class Pair(nn.Module):
-    """Fused queries, keys and values, then a row layer; all named in a plan."""
+class Flat(nn.Module):
+    """A column and a row layer, of 192 features: cuts at 96 are between groups of 32, not of 64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,17 +125,10 @@ class Pair(nn.Module):
         self.up, self.down = nn.Linear(48, 192), nn.Linear(192, 48)
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two, three = self.up(x).chunk(3, -1)
-        return self.down(torch.cat((one.tanh(), two, three), -1))
-
-
-BLOCKS = TensorPlan([Rule("up", Column(blocks=(64, 64, 64))), Rule("down", Row(units=64, by_outputs=True))])
-PLAIN = TensorPlan([Rule("up", Column()), Rule("down", Row())])
-
-
-class Flat(Pair):
-    def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).tanh())
+
+
+PLAIN = TensorPlan([Rule("up", Column()), Rule("down", Row())])
 
 
 def _quantized_before(group: int) -> tuple[float, bool]:
@@ -153,6 +148,36 @@ def test_a_quantized_module_is_split_between_groups() -> None:
     for error, same in run_ranks(_quantized_before, 2, 32):
         assert error < 1e-5
         assert same
+
+
+class Blocked(nn.Module):
+    """One layer of three parts, each of which is split, and a layer behind one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(48, 3 * 40), nn.Linear(40, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.up(x).chunk(3, -1)
+        return self.down(one.tanh() * two + three)
+
+
+BLOCKS = TensorPlan([Rule("up", Column(blocks=(40, 40, 40))), Rule("down", Row(split=RowSplit.OUTPUTS))])
+
+
+def _fused_before() -> tuple[bool, int]:
+    """Whether a quantized layer of several parts, split afterwards, computes the same; and its outputs here."""
+    whole, split = Blocked().eval(), Blocked().eval()
+    for model in (whole, split):
+        quantize_linears(model, lambda name: Int4(group=None))
+    tensor.parallelize(split, BLOCKS)
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
+    return torch.allclose(split(x), whole(x), rtol=0, atol=1e-6), split.up.out_features
+
+
+def test_parts_of_a_fused_layer_are_joined() -> None:
+    assert run_ranks(_fused_before, 2) == [(True, 60), (True, 60)]
 
 
 def test_cuts_inside_groups_are_named_before_any_message() -> None:
@@ -220,3 +245,28 @@ def test_joined_parts_are_the_whole() -> None:
     halves = [whole.narrow(0, 0, 3), whole.narrow(0, 3, 7)]
     joined: QuantizedTensor = halves[0].join(halves[1:])
     assert all(torch.equal(part, whole.parts()[name]) for name, part in joined.parts().items())
+
+
+def _gathered(format: str) -> bool:
+    """Whether shards over three ranks, cut at an address and sent as bytes, are the whole weight again."""
+    whole = quantize(torch.randn(10, 128, generator=torch.Generator().manual_seed(0)), format)
+    rank, equal = torch.distributed.get_rank(), []
+    for dim, ends in ((0, (0, 4, 7, 10)), (1, (0, 64, 96, 128))):
+        sides = [(0, 10), (0, 128)]
+        sides[dim] = ends[rank], ends[rank + 1]
+        shard = tensor.cut_weight(whole, Address((10, 128), (tuple(sides),)))
+        assert shard.shape == tuple(hi - lo for lo, hi in sides)
+        states = zcomm.all_gather_object({name: part.tolist() for name, part in shard.state_dict().items()})
+        dtypes = {name: part.dtype for name, part in shard.state_dict().items()}
+        shards = [
+            QuantizedTensor.from_state_dict({k: torch.tensor(v, dtype=dtypes[k]) for k, v in state.items()})
+            for state in states
+        ]
+        joined = shards[0].join(shards[1:], dim)
+        equal.append(all(torch.equal(part, whole.parts()[name]) for name, part in joined.parts().items()))
+    return all(equal)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-minmax"])
+def test_shards_are_cut_along_rows_and_groups_and_gathered_again(format: str) -> None:
+    assert run_ranks(_gathered, 3, format) == [True] * 3

@@ -34,7 +34,7 @@ from zpartition.tensor.read_plan import (
     read_tp_plan,
     tp_model_init,
 )
-from zpartition.tensor.styles import Column, Gather, NormShard, Replicated, Row, Scatter, Style, Vocabulary
+from zpartition.tensor.styles import Column, Gather, NormShard, Replicated, Row, RowSplit, Scatter, Style, Vocabulary
 from zpartition.tensor.verify import PendingVerification, verify, verify_on_first_call
 from zpartition.tensor.vocabulary import VocabularyEmbedding, vocabulary_cross_entropy
 from zpartition.tensors.whole import load_whole_state_dict, whole_state_dict
@@ -57,6 +57,7 @@ __all__ = [
     "RowConv1D",
     "RowForward",
     "RowLinear",
+    "RowSplit",
     "Rule",
     "Scatter",
     "SplitLayer",

@@ -19,7 +19,7 @@ from zpartition.tensor.layers import (
     RowLinear,
     SplitLayer,
 )
-from zpartition.tensor.styles import Column, Row, Style, Vocabulary, split_along, unit_ranges
+from zpartition.tensor.styles import Column, Row, RowSplit, Style, Vocabulary, split_along, unit_ranges
 from zpartition.tensor.vocabulary import vocabulary_class
 
 __all__ = ["CONV1D", "LINEAR", "LayerSplit", "LinearKind", "linear_kind", "split_layer"]
@@ -34,7 +34,7 @@ class LinearKind:
 
     column: type[nn.Module]
     row: type[nn.Module]
-    gathered: type[nn.Module]  # of Row(by_outputs=True)
+    gathered: type[nn.Module]  # of Row(split=RowSplit.OUTPUTS)
     out_dim: int  # of the stored weight
     names: tuple[str, str]  # attributes that hold the numbers of outputs and inputs
 
@@ -52,11 +52,11 @@ class LinearKind:
         """Return the split class of a style."""
         if isinstance(style, Column):
             return self.column
-        return self.gathered if style.by_outputs else self.row
+        return self.gathered if style.split is RowSplit.OUTPUTS else self.row
 
     def local_size(self, style: Column | Row) -> tuple[str, int]:
         """Return the attribute that becomes this rank's number, and its place in `shape`."""
-        side = 0 if isinstance(style, Column) or style.by_outputs else 1
+        side = 0 if isinstance(style, Column) or style.split is RowSplit.OUTPUTS else 1
         return self.names[side], side
 
 
@@ -117,7 +117,7 @@ def _split_linear(name: str, module: nn.Module, style: Column | Row, num_ranks: 
     ranges = unit_ranges(style.units, num_ranks)
     parts = tuple((hi - lo) * (size // style.units) for lo, hi in ranges)
     own_units = ranges[rank][1] - ranges[rank][0]
-    if isinstance(style, Row) and style.by_outputs:
+    if isinstance(style, Row) and style.split is RowSplit.OUTPUTS:
         addresses, outputs = _by_outputs(name, module, kind, num_ranks, rank)
         return LayerSplit(name, style, addresses, parts, outputs, style.units, own_units)
     if isinstance(style, Row):
@@ -156,7 +156,7 @@ def _check_groups(name: str, weight: Any, parts: tuple[int, ...]) -> None:
     if wrong := [end for end in ends if end % unit]:
         raise ValueError(
             f"{name}: its inputs are split at {', '.join(map(str, wrong))}, but its quantized weight can be cut at "
-            f"multiples of {unit} inputs only. Use Row(by_outputs=True), which cuts the weight by outputs, or "
+            f"multiples of {unit} inputs only. Use by_outputs(plan), which cuts the weight by outputs, or "
             f"units= of a multiple of {unit} inputs here and in the column layer before it."
         )
 

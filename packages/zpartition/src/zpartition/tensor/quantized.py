@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from zpartition.layout.address import Address
 from zpartition.tensor.plan import Rule, TensorPlan
-from zpartition.tensor.styles import Row
+from zpartition.tensor.styles import Row, RowSplit
 
 __all__ = ["QuantizedWeight", "by_outputs", "cut_weight", "quantized_parts"]
 
@@ -81,7 +81,7 @@ def by_outputs(plan: TensorPlan) -> TensorPlan:
     """Return the plan with all row-parallel layers split by outputs; see the module's docstring."""
     grain = math.lcm(plan.grain, _GRAIN)
     rules = [
-        Rule(rule.pattern, attrs.evolve(rule.style, by_outputs=True)) if isinstance(rule.style, Row) else rule
+        Rule(rule.pattern, attrs.evolve(rule.style, split=RowSplit.OUTPUTS)) if isinstance(rule.style, Row) else rule
         for rule in plan.rules
     ]
     return attrs.evolve(plan, rules=rules, grain=grain)

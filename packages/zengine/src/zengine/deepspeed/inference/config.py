@@ -160,8 +160,6 @@ class DeepSpeedInferenceConfig(SectionModel):
         int  # of a prompt, and of prompt and answer in a fused decoder's cache; generate() raises above it
     )
     min_out_tokens: int  # init_inference() raises if the memory does not suffice for as many
-    replace_with_kernel_inject: bool  # run a recognized decoder by the fused path
-    enable_cuda_graph: bool  # capture forward passes, one graph for each shape of the inputs
     keep_module_on_host: bool  # do not move the module
     checkpoint: str | None  # file or folder of the weights to load
     tensor_parallel: DeepSpeedTPConfig

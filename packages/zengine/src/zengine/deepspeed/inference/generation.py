@@ -105,50 +105,60 @@ def fused_generate(path: FusedPath, module: nn.Module, given: Mapping[str, Any])
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        mask, streamer = model_kwargs.get("attention_mask"), given.get("streamer")
-        return _decode(path, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer)
+        loop = _Loop(logits_processor, stopping_criteria, generation_config, given.get("streamer"))
+        return _decode(path, input_ids, model_kwargs.get("attention_mask"), loop)
 
     make: Any = module.generate
     return make(**given, custom_generate=decode)
 
 
+@attrs.frozen(eq=False)
+class _Loop:
+    """What Transformers has prepared."""
+
+    process: Any  # (input_ids, scores) -> scores
+    criteria: Any  # (input_ids, scores) -> (batch,) bool
+    config: Any  # GenerationConfig
+    streamer: Any
+
+
 @torch.no_grad()
-def _decode(
-    path: FusedPath,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any,
-) -> Any:
+def _decode(path: FusedPath, input_ids: Tensor, mask: Tensor | None, loop: _Loop) -> Any:
     """Prefill all rows, then alternate: process logits, choose, stop, and one pass for each row that goes on."""
     prompts = _without_padding(input_ids, mask)
-    path.check_length(max(map(len, prompts)), generation_config.max_length - input_ids.shape[1])
+    path.check_length(max(map(len, prompts)), loop.config.max_length - input_ids.shape[1])
     steps = path.empty_steps(len(prompts))
     logits = path.prefill(steps, prompts).to(input_ids.device)
-    pad = generation_config._pad_token_tensor
-    has_end = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
+    pad = _padding_token(loop.config)
+    has_end = any(hasattr(each, "eos_token_id") for each in loop.criteria)
     going = torch.ones(len(prompts), dtype=torch.long, device=input_ids.device)
     kept: dict[str, list[Tensor]] = {"scores": [], "logits": []}
     while True:
-        scores = logits_processor(input_ids, logits.clone())
-        _keep(kept, generation_config, scores, logits)
-        tokens = _choose(scores, generation_config.do_sample)
+        scores = loop.process(input_ids, logits.clone())
+        _keep(kept, loop.config, scores, logits)
+        tokens = _choose(scores, loop.config.do_sample)
         if has_end:
             tokens = tokens * going + pad * (1 - going)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
-        if streamer is not None:
-            streamer.put(tokens.cpu())
-        going = going & ~stopping_criteria(input_ids, tuple(kept["scores"]) or None)
+        if loop.streamer is not None:
+            loop.streamer.put(tokens.cpu())
+        going = going & ~loop.criteria(input_ids, tuple(kept["scores"]) or None)
         if not going.any():
             break
         logits = logits.clone()
         for row in going.nonzero().flatten().tolist() if has_end else range(len(prompts)):
             logits[row] = steps.forward(tokens[row : row + 1].to(path.decoder.embedding.tokens.device), row)
-    if streamer is not None:
-        streamer.end()
-    return _result(input_ids, kept, generation_config)
+    if loop.streamer is not None:
+        loop.streamer.end()
+    return _result(input_ids, kept, loop.config)
+
+
+def _padding_token(config: Any) -> int:
+    """Return the token behind the end of a sample: the config's, or the first of its end tokens, as Transformers."""
+    ends = config.eos_token_id
+    if config.pad_token_id is not None or ends is None:
+        return int(config.pad_token_id or 0)
+    return int(ends if isinstance(ends, int) else ends[0])
 
 
 def _without_padding(input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
