@@ -221,6 +221,20 @@ def test_quantized_layers_serve_both_paths(name: str, calls: list[int], caplog: 
     assert path.decoder.blocks[0].attention.out.weight is layer.weight, "one copy in memory"
 
 
+def test_fused_passes_are_timed() -> None:
+    ids, mask = prompts()
+    engine = engine_of(model())
+    engine.profile_model_time()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=5)
+    assert len(engine.model_times()) == 5, "the prompts, and four steps"
+    engine(ids)
+    assert len(engine.model_times()) == 1
+    engine.destroy()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+    with pytest.raises(AssertionError):
+        engine.model_times()
+
+
 def test_without_kernel_injection_the_module_s_own_forward_runs(calls: list[int]) -> None:
     subject = model()
     ids, mask = prompts()

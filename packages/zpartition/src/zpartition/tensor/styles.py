@@ -51,7 +51,7 @@ class Row:
 
     units: int = attrs.field(default=0, validator=ge(0))  # as those of the column layer before it
     takes_part: bool = False  # every rank gets all inputs
-    split: RowSplit = RowSplit.INPUTS
+    split: RowSplit = attrs.field(default=RowSplit.INPUTS, repr=lambda split: split.name)
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -52,6 +53,15 @@ class _Watch:
     def stop(self) -> None:
         self._wait()
         self._timer.stop()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time what runs inside, as one pass."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
 
     def times(self) -> list[float]:
         """Return the milliseconds of each pass, and forget them."""
@@ -138,7 +148,7 @@ class InferenceEngine(nn.Module):
             generation.share_random_state(self.mp_group, next(self.module.parameters()).device)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Measure the module's forward passes from now on, those within `generate` as well.
+        """Measure forward passes from now on: the module's, and within `generate` those of a fused decoder.
 
         use_cuda_events: events of the GPU's stream, for which nothing waits; False, or without a GPU: the host's
             clock, with the device synchronized before and after a pass.
@@ -149,6 +159,8 @@ class InferenceEngine(nn.Module):
                 self.module.register_forward_hook(lambda *_: self._watch.stop(), always_call=True),
             ]
         self._watch = _Watch(use_cuda_events)
+        if self._fused is not None:
+            self._fused.timed = self._watch.timed
 
     def model_times(self) -> list[float]:
         """Return the milliseconds of each forward pass since the last call.
@@ -221,7 +233,7 @@ class InferenceEngine(nn.Module):
         while self._hooks:
             self._hooks.pop().remove()
         if self._fused is not None:
-            self._fused.steps = None
+            self._fused.steps, self._fused.timed = None, nullcontext
         if isinstance(self._run, GraphedModule):
             self._run.graphs.clear()
         get_accelerator().empty_cache()

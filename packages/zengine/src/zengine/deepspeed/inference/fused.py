@@ -7,6 +7,8 @@ both use the same memory.  What is not recognized is logged with the reason, and
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import attrs
@@ -68,6 +70,7 @@ class FusedPath:
     decoder: Decoder
     capacity: int  # tokens of a sequence, prompt and answer
     steps: DecoderPass | None = None  # with the cache of the largest batch so far
+    timed: Callable[[], AbstractContextManager[object]] = nullcontext  # around each prefill, and each step of a batch
 
     @classmethod
     def of(cls, decoder: Decoder, module: nn.Module, max_out_tokens: int) -> FusedPath:
@@ -101,14 +104,26 @@ class FusedPath:
         """
         first: dict[tuple[int, ...], int] = {}
         rows: list[Tensor] = []
-        for slot, prompt in enumerate(prompts):
-            source = first.setdefault(tuple(prompt.tolist()), slot)
-            if source == slot:
-                rows.append(steps.forward(prompt, slot).clone())
-            else:
-                steps.cache.copy_prefix(source, slot, len(prompt))
-                rows.append(rows[source])
+        with self.timed():
+            for slot, prompt in enumerate(prompts):
+                source = first.setdefault(tuple(prompt.tolist()), slot)
+                if source == slot:
+                    rows.append(steps.forward(prompt, slot).clone())
+                else:
+                    steps.cache.copy_prefix(source, slot, len(prompt))
+                    rows.append(rows[source])
         return torch.stack(rows)
+
+    def step(self, steps: DecoderPass, tokens: Tensor, slots: Iterable[int], logits: Tensor) -> Tensor:
+        """Append one token to each of `slots`; return the logits with those after it in their rows.
+
+        tokens: (batch,) int64; logits: (batch, vocabulary) float32, of all slots, not changed.
+        """
+        on_device, logits = tokens.to(self.decoder.embedding.tokens.device), logits.clone()
+        with self.timed():
+            for slot in slots:
+                logits[slot] = steps.forward(on_device[slot : slot + 1], slot)
+        return logits
 
 
 def has_quantized_layers(module: nn.Module) -> bool:

@@ -64,7 +64,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "guidance_scale": (None, 1, 1.0),
     "custom_generate": (None,),
     "synced_gpus": (None, False),
-    "cache_implementation": (None,),
+    "cache_implementation": (None, "dynamic", "dynamic_full", "static", "hybrid"),  # the cache here is static
 }
 _READ = ("input_ids", "attention_mask", "logits_to_keep")  # arguments of the module that the loop understands
 
@@ -145,9 +145,8 @@ def _decode(path: FusedPath, input_ids: Tensor, mask: Tensor | None, loop: _Loop
         going = going & ~loop.criteria(input_ids, tuple(kept["scores"]) or None)
         if not going.any():
             break
-        logits = logits.clone()
-        for row in going.nonzero().flatten().tolist() if has_end else range(len(prompts)):
-            logits[row] = steps.forward(tokens[row : row + 1].to(path.decoder.embedding.tokens.device), row)
+        rows = going.nonzero().flatten().tolist() if has_end else range(len(prompts))
+        logits = path.step(steps, tokens, rows, logits)
     if loop.streamer is not None:
         loop.streamer.end()
     return _result(input_ids, kept, loop.config)
