@@ -254,6 +254,28 @@ def test_a_model_whose_layers_rest_on_a_drive_generates_the_same(tmp_path: Path)
     assert all(param.numel() == 0 for param in engine.module.model.layers.parameters())
 
 
+SEVEN = {**SIZES, "hidden_size": 112, "num_attention_heads": 14, "intermediate_size": 72, "tie_word_embeddings": True}
+SPLIT_MODELS = {**MODELS, "seven query heads to a key head": ("LlamaConfig", SEVEN)}
+
+
+def _differences_of_ranks() -> dict[str, float]:
+    """Largest difference of logits of two quantized ranks from one, relative to the largest, for each model."""
+    MODELS.update(SPLIT_MODELS)
+    ids, found = prompts()[0], {}
+    for name in SPLIT_MODELS:
+        for given in ({"dtype": "int8"}, {"dtype": "fp32", "quant": {"weight": {"num_bits": 4}}}):
+            whole = deepspeed.init_inference(model(name), given)(ids).logits
+            split = deepspeed.init_inference(model(name), {**given, "mp_size": 2})(ids).logits
+            found[f"{name}, {given['dtype']}"] = float((split - whole).abs().max() / whole.abs().max())
+    return found
+
+
+def test_logits_of_quantized_ranks_are_those_of_one() -> None:
+    for found in run_ranks(_differences_of_ranks, 2, timeout_s=120):
+        assert len(found) == 10
+        assert max(found.values()) <= 1e-5, found
+
+
 def _tokens_of_ranks() -> list[Any]:
     """Greedy tokens of two quantized ranks and of one; drawn ones, from random states that differ before."""
     ids, mask = prompts()

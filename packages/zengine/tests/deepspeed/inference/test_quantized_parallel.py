@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -270,3 +272,17 @@ def _gathered(format: str) -> bool:
 @pytest.mark.parametrize("format", ["int8", "int4-minmax"])
 def test_shards_are_cut_along_rows_and_groups_and_gathered_again(format: str) -> None:
     assert run_ranks(_gathered, 3, format) == [True] * 3
+
+
+def _from_file(path: str) -> bool:
+    """Whether ranks that read and quantize their own rows of a file answer as one rank with all of it."""
+    whole = deepspeed.init_inference(Decoder(), FORMATS["int4"])
+    with torch.device("meta"):
+        model = Decoder()
+    split = deepspeed.init_inference(model, {**FORMATS["int4"], **SPLIT, "checkpoint": path})
+    return torch.equal(split(TOKENS), whole(TOKENS))
+
+
+def test_ranks_quantize_the_rows_that_they_read(tmp_path: Path) -> None:
+    safetensors.torch.save_file(Decoder().state_dict(), tmp_path / "model.safetensors")
+    assert run_ranks(_from_file, 2, str(tmp_path)) == [True, True]
