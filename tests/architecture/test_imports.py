@@ -118,12 +118,20 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
                 "quant.dequantize",
             ),
             *("quant.format_name", "quant.linear", "quant.linear_many", "quant.pack", "quant.quantize"),
+            "quant.unit_of",
             *("decoding", "decoding.unsupported", "decoding.Activation"),
             *(f"decoding.Fused{name}" for name in ("Attention", "Block", "Cache", "Decoder", "Head", "MLP")),
             *(f"decoding.Fused{name}" for name in ("MLPInput", "Norm", "Projection", "Rotary")),
             "decoding.MOST_SEQUENCES",
         },
+        "zpartition": {"tensor"},
     },
+    # weights that rest on a drive
+    "inference/offload.py": {"zpartition": {"disk.DiskOptions", "disk.DiskStore", "disk.Region"}},
+    # bytes of quantized weights
+    "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
+    # one token on all tensor ranks
+    "deepspeed/inference/generation.py": {"zpartition": {"tensor.agree_on_random_numbers"}},
     "deepspeed/inference/quantization.py": {"zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8"}},
     # launches through torch's own functions are announced
     "deepspeed/comm/verbs.py": {"zcomm": {"launching"}},

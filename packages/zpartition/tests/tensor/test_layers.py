@@ -17,10 +17,11 @@ from zpartition.tensor import (
     Rule,
     TensorPlan,
     Uncovered,
+    by_outputs,
     load_whole_state_dict,
     parallelize,
 )
-from zpartition.tensor.layers import ColumnConv1D, RowConv1D
+from zpartition.tensor.layers import ColumnConv1D, GatheredConv1D, RowConv1D
 from zpartition.testing.tensor_models import PLAN, Language
 
 
@@ -42,14 +43,14 @@ def conv_model() -> nn.Module:
     return nn.Sequential(Conv1D(10, 4), nn.GELU(), Conv1D(4, 10), Conv1D(5, 4), nn.Tanh(), Conv1D(4, 5))
 
 
-def _transposed() -> float:
+def _transposed(splits_outputs: bool) -> float:
     whole, split = conv_model(), conv_model()
     styles = (Column(), Row(), Column(gathers=True), Row(takes_part=True))
     rules = [Rule(name, style) for name, style in zip("0235", styles)]
-    parallelize(split, TensorPlan(rules))
+    parallelize(split, by_outputs(TensorPlan(rules)) if splits_outputs else TensorPlan(rules))
     assert isinstance(split[0], ColumnConv1D)
-    assert isinstance(split[2], RowConv1D)
-    assert split[0].nf == 5
+    assert isinstance(split[2], GatheredConv1D if splits_outputs else RowConv1D)
+    assert (split[0].nf, split[2].nf) == (5, 2 if splits_outputs else 4)
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = x.detach().clone().requires_grad_()
     whole(x).square().sum().backward()
@@ -64,7 +65,7 @@ def _messages() -> list[str]:
     with zcomm.traced(records.append):
         model(torch.zeros(1, 4, dtype=torch.long)).backward()
     assert zcomm.group_size() == 2
-    assert _transposed() < 1e-12
+    assert max(_transposed(splits_outputs=False), _transposed(splits_outputs=True)) < 1e-12
     return [record.label for record in records]
 
 

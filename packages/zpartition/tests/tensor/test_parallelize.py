@@ -15,7 +15,7 @@ import zcomm
 from zcomm.testing import end_ranks, run_ranks
 from zpartition.layout.address import Shard, cut
 from zpartition.layout.model_parallel import addresses_of
-from zpartition.tensor import Column, Row, Rule, TensorPlan, parallelize
+from zpartition.tensor import Column, Row, Rule, TensorPlan, by_outputs, parallelize
 from zpartition.testing.tensor_models import GATHERED, PLAN, SEQUENCE, Block, Grouped, Language
 
 
@@ -67,6 +67,7 @@ def compare_all(plans: list[TensorPlan]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_and_gradients_equal_the_whole_model(world_size: int) -> None:
     plans = [PLAN] if world_size == 3 else [PLAN, SEQUENCE, GATHERED]
+    plans += [by_outputs(plan) for plan in plans[:2]]
     for found in run_ranks(compare_all, world_size, plans):
         for differences in found:
             assert max(differences.values()) < 1e-12, differences

@@ -36,6 +36,55 @@ def test_groups_and_dims_are_not_cut_through(normal: Normal) -> None:
         quantized.narrow(0, 1, 2)
 
 
+def test_joined_cuts_are_the_whole(format: zp.Format, normal: Normal) -> None:
+    quantized = zp.quantize(normal(5, 600), format)
+    for dim, size, at in ((0, 5, 2), (1, 600, 256)):
+        parts = [quantized.narrow(dim, 0, at), quantized.narrow(dim, at, size - at)]
+        joined = parts[0].join(parts[1:], dim)
+        assert joined.shape == quantized.shape
+        assert all(torch.equal(part, quantized.parts()[name]) for name, part in joined.parts().items())
+        assert joined.codes.data_ptr() != quantized.codes.data_ptr()
+
+
+def test_parts_quantized_alone_are_cuts_of_the_whole(format: zp.Format, normal: Normal) -> None:
+    values = normal(6, 768)
+    whole = zp.quantize(values, format)
+    cuts = [(whole.narrow(0, 2, 3), values[2:5])]
+    if getattr(format, "group", 0) is not None:  # else a row has one scale
+        cuts.append((whole.narrow(1, 256, 512), values[:, 256:].contiguous()))
+    for cut, part in cuts:
+        alone = zp.quantize(part, format).parts()
+        assert all(torch.equal(alone[name], found) for name, found in cut.parts().items())
+
+
+def test_what_does_not_join_is_named(normal: Normal) -> None:
+    one, other = (zp.quantize(normal(2, 96, seed=seed), "int4-row") for seed in (0, 1))
+    with pytest.raises(ValueError, match="rows of int4-row have one scale, and these have several"):
+        one.join([other], 1)
+    with pytest.raises(ValueError, match=r"int4-row of \(2, 96\) and int8-row of \(2, 96\); format and other dims"):
+        one.join([zp.quantize(normal(2, 96), "int8-row")])
+    with pytest.raises(ValueError, match="a part of 40 elements ends inside a group of 32"):
+        zp.quantize(normal(2, 40), "int8").join([zp.quantize(normal(2, 32), "int8")], 1)
+
+
+@pytest.mark.parametrize("rows", [(0, 32), (16, 21), (16, 5), (3, 20)])
+def test_packed_matrices_are_cut_and_joined_like_others(rows: tuple[int, int], normal: Normal) -> None:
+    start, length = rows
+    quantized = zp.quantize(normal(37, 96), "int4")
+    packed = zp.pack(quantized)
+    assert isinstance(packed, zp.PackedTensor)
+    cut = packed.narrow(0, start, length)
+    wanted = quantized.narrow(0, start, length)
+    assert cut.shape == (length, 96)
+    assert torch.equal(cut.dequantize(), wanted.dequantize())
+    assert torch.equal(packed.narrow(-1, 32, 64).dequantize(), quantized.dequantize()[:, 32:])
+    parts = [packed.narrow(0, 0, 20), packed.narrow(0, 20, 17)]
+    assert torch.equal(parts[0].join(parts[1:]).data, packed.data)
+    assert parts[0].join([]).data.data_ptr() != parts[0].data.data_ptr()
+    with pytest.raises(ValueError, match="the dim has 37 elements"):
+        packed.narrow(0, 30, 8)
+
+
 def test_plain_tensors_bring_it_back(format: zp.Format, normal: Normal) -> None:
     quantized = zp.quantize(normal(5, 96).half(), format)
     again = zp.QuantizedTensor.from_state_dict(quantized.narrow(0, 1, 3).state_dict())

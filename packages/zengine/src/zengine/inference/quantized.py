@@ -20,7 +20,7 @@ from torch import Tensor
 from zengine.inference.structure import MLP, Block, Decoder, Projection
 from zprecision.quant import Format, Int8, PackedTensor, QuantizedTensor, dequantize, format_name, pack, quantize
 
-__all__ = ["LayerError", "QuantizationReport", "projections", "quantize_weight", "quantized"]
+__all__ = ["LayerError", "QuantizationReport", "projections", "quantize_weight", "quantized", "replaced"]
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def quantized(decoder: Decoder, format: Format, *, head: bool = True) -> tuple[D
     for each in outliers:
         made[id(each)], rows[id(each)] = _quantize(each, Int8())
     report = QuantizationReport(layers=tuple(rows.values()), kept=tuple(each.name for each in outliers))
-    return _replaced(decoder, lambda each: made.get(id(each), each)), report
+    return replaced(decoder, lambda each: made.get(id(each), each)), report
 
 
 def _quantize(projection: Projection, format: Format) -> tuple[Projection, LayerError]:
@@ -105,7 +105,9 @@ def _error(weight: Tensor, values: QuantizedTensor) -> float:
     return float((dequantize(values, torch.float32) - weight.float()).norm()) / (size or 1.0)
 
 
-def _replaced(decoder: Decoder, new: Callable[[Projection], Projection]) -> Decoder:
+def replaced(decoder: Decoder, new: Callable[[Projection], Projection]) -> Decoder:
+    """Return the decoder with `new(projection)` in the place of every projection."""
+
     def in_block(block: Block) -> Block:
         attention = attrs.evolve(
             block.attention,

@@ -2,28 +2,44 @@
 
 `quantize_linears` replaces linear layers one at a time: beside the module, memory for one matrix is needed.  Other
 parameters (embeddings, norms, stacked experts) stay as they are.
+
+Layers that are split over tensor ranks stay split: each rank quantizes its own part, which has the codes and scales
+of that part of the whole layer's, since rows are quantized one by one (zpartition/tensor/quantized.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, ClassVar, final
 
+import attrs
 import torch
 from torch import Tensor, nn
 
-from zengine.inference.quantized import LayerError, quantize_weight
-from zprecision.quant import Format, PackedTensor, QuantizedTensor, linear
+from zengine.inference.quantized import LayerError, quantize_weight, replaced
+from zengine.inference.structure import Decoder, Projection
+from zpartition import tensor
+from zprecision.quant import Format, PackedTensor, QuantizedTensor, format_name, linear, unit_of
 
-__all__ = ["QuantizedLinear", "linear_weights", "quantize_linears"]
+__all__ = [
+    "QuantizedLinear",
+    "linear_weights",
+    "quantize_linears",
+    "quantized_layer",
+    "scales_of",
+    "unquantized",
+    "with_weights_of",
+]
 
 
 _READERS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # use the weights of their children as tensors
 
 
-@final
 class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight, (out_features, in_features); products by zprecision."""
+
+    linear_kind: ClassVar[tensor.LinearKind]  # its split classes; tensor parallelism cuts the weight
 
     def __init__(self, weight: QuantizedTensor | PackedTensor, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -33,7 +49,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features).  Returns (..., out_features) in the dtype of x."""
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by the rows that this rank holds."""
+        return linear(x, self.weight, bias)
 
     def extra_repr(self) -> str:
         """Return shape and bytes, for print(module)."""
@@ -68,17 +88,61 @@ class QuantizedLinear(nn.Module):
             self.weight = weight.to(self.weight.device)
 
 
+@final
+class QuantizedColumn(tensor.ColumnForward, QuantizedLinear):
+    """A column-parallel QuantizedLinear; `out_features` is this rank's number."""
+
+
+@final
+class QuantizedRow(tensor.RowForward, QuantizedLinear):
+    """A row-parallel QuantizedLinear: of a model that was split so before."""
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by the columns that this rank holds, into memory that the sum over ranks may overwrite."""
+        y = super().product(x, bias)
+        return y.clone() if y.requires_grad else y
+
+
+@final
+class QuantizedGathered(tensor.GatheredForward, QuantizedLinear):
+    """A QuantizedLinear split by outputs behind split activations."""
+
+
+QuantizedLinear.linear_kind = tensor.LinearKind(
+    QuantizedColumn, QuantizedRow, QuantizedGathered, 0, ("out_features", "in_features")
+)
+_SPLIT: tuple[tuple[type, type[QuantizedLinear]], ...] = (
+    (tensor.ColumnForward, QuantizedColumn),
+    (tensor.RowForward, QuantizedRow),
+    (tensor.GatheredForward, QuantizedGathered),
+)
+
+
+def quantized_layer(layer: nn.Module, weight: PackedTensor | QuantizedTensor) -> QuantizedLinear:
+    """Return a quantized layer in the place of `layer`, whole or split as it is, with its bias.
+
+    weight: of the part that this rank holds, (out_features, in_features).
+    """
+    made = QuantizedLinear(weight, getattr(layer, "bias", None))
+    if isinstance(layer, tensor.SplitLayer):
+        made.__class__ = next(kind for base, kind in _SPLIT if isinstance(layer, base))
+        own = {name: at for name, at in layer.placement.addresses.items() if name != "weight"}
+        made.placement = attrs.evolve(layer.placement, addresses=own)  # type: ignore[assignment]
+    return made.train(layer.training)
+
+
 def linear_weights(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Yield (name, layer, weight as (out, in)) of each linear layer; Transformers' Conv1D has its transpose.
 
-    Leaves out the layers of torch's own transformer blocks, which read their weights themselves.
+    Leaves out the layers of torch's own transformer blocks, which read their weights themselves, and experts of other
+    ranks, which are empty here.
     """
     fused = {id(child) for each in module.modules() if isinstance(each, _READERS) for child in each.children()}
     for name, layer in module.named_modules():
-        if id(layer) in fused:
-            continue
         weight = getattr(layer, "weight", None)
-        if type(layer) is nn.Linear:
+        if id(layer) in fused or (isinstance(weight, Tensor) and not weight.numel()):
+            continue
+        if type(layer) is nn.Linear or (isinstance(layer, nn.Linear) and isinstance(layer, tensor.SplitLayer)):
             yield name, layer, layer.weight
         elif isinstance(weight, Tensor) and weight.dim() == 2 and getattr(layer, "nf", None) == weight.shape[1]:
             yield name, layer, weight.t()
@@ -90,18 +154,72 @@ def quantize_linears(module: nn.Module, choose: Callable[[str], Format | None]) 
 
     choose: from the name of a layer to its format; None keeps the layer.
 
-    Raises ValueError if `module` itself is a linear layer, or has none to quantize.
+    Raises ValueError, before anything changes, if `module` is a linear layer itself, has none to quantize, or is
+    split by inputs inside a group.
     """
-    rows = []
-    for name, layer, weight in list(linear_weights(module)):
+    found = [
+        (name, layer, weight, format)
+        for name, layer, weight in linear_weights(module)
+        if (format := choose(name)) is not None or not name
+    ]
+    for name, layer, _, format in found:
         if not name:
             raise ValueError(f"{type(module).__name__} is one layer; pass the module that contains it")
-        if (format := choose(name)) is None:
-            continue
-        packed, row = quantize_weight(name, weight, format)
-        parent, _, last = name.rpartition(".")
-        setattr(module.get_submodule(parent), last, QuantizedLinear(packed, getattr(layer, "bias", None)))
-        rows.append(row)
-    if not rows:
+        assert format is not None
+        _check_split(name, layer, format)
+    if not found:
         raise ValueError(f"{type(module).__name__} has no linear layers to quantize")
+    rows = []
+    while found:  # drops each matrix before the next
+        name, layer, weight, format = found.pop(0)
+        assert format is not None
+        rows.append(_replace(module, name, layer, weight, format))
     return rows
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module, weight: Tensor, format: Format) -> LayerError:
+    packed, row = quantize_weight(name, weight, format)
+    parent, _, last = name.rpartition(".")
+    setattr(module.get_submodule(parent), last, quantized_layer(layer, packed))
+    return row
+
+
+def _check_split(name: str, layer: nn.Module, format: Format) -> None:
+    """Raise ValueError if ranks hold parts of one group of a row-parallel layer."""
+    if not isinstance(layer, tensor.RowForward):
+        return
+    unit, ends = unit_of(format), [*itertools.accumulate(layer.placement.sizes)][:-1]
+    has_row_scales = getattr(format, "group", unit) is None
+    if has_row_scales or any(end % unit for end in ends):
+        what = "one scale a row" if has_row_scales else f"groups of {unit} inputs"
+        raise ValueError(
+            f"{name} is split already, by inputs at {', '.join(map(str, ends))}, and {format_name(format)} has "
+            f"{what}: pass the whole model to init_inference(), which splits such layers by outputs."
+        )
+
+
+def with_weights_of(decoder: Decoder, module: nn.Module) -> Decoder:
+    """Return a decoder with the present weights of the module that it was recognized in: quantized ones, too."""
+
+    def present(projection: Projection) -> Projection:
+        layer = module.get_submodule(projection.name)
+        if not isinstance(layer, QuantizedLinear):
+            return projection
+        return attrs.evolve(projection, weight=layer.weight, bias=layer.bias)
+
+    return replaced(decoder, present)
+
+
+def scales_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the scales of all quantized layers by their names, (out_features, groups) each."""
+    found = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            weight = layer.weight
+            found[name] = (weight.unpack() if isinstance(weight, PackedTensor) else weight).scales
+    return found
+
+
+def unquantized(module: nn.Module) -> list[str]:
+    """Return the names of the matrices that are no quantized layers: embeddings, stacked experts, layers left out."""
+    return [name for name, param in module.named_parameters() if param.dim() > 1]

@@ -36,12 +36,9 @@ def test_sections_that_are_off_are_accepted():
 
 def test_keys_about_kernels_are_told_to_have_no_effect():
     made = DeepSpeedInferenceConfig.of({"replace_with_kernel_inject": True, "injection_policy": {}, "mp_size": 1})
-    renamed, *idle = made.notices
+    renamed, idle = made.notices
     assert 'mp_size" is an old name: read as "init_inference.tensor_parallel.tp_size"' in renamed
-    assert [line.partition("init_inference.")[2] for line in idle] == [
-        "replace_with_kernel_inject has no effect here: torch's kernels run",
-        "injection_policy has no effect here: torch's kernels run",
-    ]
+    assert idle.endswith("init_inference.injection_policy has no effect here: no layers are split")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +46,6 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
     [
         ("mp_size", 0, "must be >= 1"),
         ("save_mp_checkpoint_path", "here", "a checkpoint has whole weights, and each rank reads its part"),
-        ("enable_cuda_graph", True, "CUDA graphs are not captured. Use torch.compile"),
         ("quant", {"weight": {"num_bits": 3}}, "must be 8 or 4"),
         ("quant", {"weight": {"post_init_quant": {"fc": 5}}}, "which is no object"),
         ("quant", {"weight": {"post_init_quant": {"fc": {"symmetric": "false"}}}}, "must be true or false"),
@@ -59,8 +55,6 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
             "other than symmetric rounding of activations to 8 bits is not available yet",
         ),
         ("quant", {"weight": {"post_init_quant": {"fc": {"group_size": 48}}}}, "group_size 32, 64 or 128"),
-        ("use_triton", True, "there are no Triton kernels"),
-        ("zero", {"stage": 3}, "engine.eval"),
         ("max_out_tokens", 0, "must be >= 1"),
         ("keep_module_on_host", "yes", "needs true or false"),
         ("dtype", "int4", 'for 4 bits, quant={"weight": {"num_bits": 4}}'),
@@ -122,5 +116,6 @@ def test_config_and_keywords_are_one_config(tmp_path: Path):
         assert merge_config(config, {"max_out_tokens": 8}) == {"max_out_tokens": 8}
         with pytest.raises(ValueError, match="max_out_tokens is 8 in config and 9 as an argument"):
             merge_config(config, {"max_out_tokens": 9})
+    assert merge_config({"dtype": "half"}, {"dtype": torch.float16})["dtype"] is torch.float16
     assert merge_config(DeepSpeedInferenceConfig(max_out_tokens=8), {})["max_out_tokens"] == 8
     assert default_inference_config()["max_out_tokens"] == 1024

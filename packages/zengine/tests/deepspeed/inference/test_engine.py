@@ -12,6 +12,7 @@ from torch import nn
 
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
+from zpartition.testing.expert_models import MoELanguageModel
 from zpartition.testing.tensor_models import PLAN, Language
 
 
@@ -37,11 +38,19 @@ def test_the_module_is_cast_evaluated_and_keeps_no_graph():
     assert isinstance(engine, deepspeed.InferenceEngine)
 
 
-def test_fp16_is_the_default_as_in_deepspeed_and_idle_keys_are_told(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING, "zengine"):
-        engine = deepspeed.init_inference(Generator(), {"replace_with_kernel_inject": True})
-    assert engine.body.weight.dtype == torch.float16
-    assert "replace_with_kernel_inject has no effect here" in caplog.text
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [{}, {"dtype": "half"}])
+def test_fp16_becomes_a_dtype_that_a_cpu_computes_in(
+    stored: torch.dtype, given: dict[str, str], caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO, "zengine"):
+        engine = deepspeed.init_inference(Generator().to(stored), given)
+    assert engine.body.weight.dtype == stored
+    (record,) = caplog.records
+    assert (
+        record.getMessage() == f"init_inference: torch.float16 is slow on cpu; weights and activations are {stored}"
+    )
+    assert record.levelno == (logging.WARNING if given else logging.INFO)
 
 
 def test_generation_beyond_the_limit_is_refused_before_it_begins():
@@ -136,3 +145,43 @@ def _answers() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_model_that_was_split_before_answers_as_the_whole_one():
     for whole, split in run_ranks(_answers, 2):
         torch.testing.assert_close(split, whole, rtol=0, atol=1e-5)
+
+
+def test_members_of_an_engine_on_one_rank(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    source = Generator()
+    safetensors.torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
+    source.config = {"the model's": "own"}
+    engine = deepspeed.init_inference(source, dtype="fp32", checkpoint=str(tmp_path))
+    assert engine.config is source.config
+    assert (engine.mp_group, engine.ep_group, engine.expert_mp_group, engine.quantization_scales) == (None,) * 4
+    other = Generator()
+    engine.load_model_with_checkpoint(other)
+    assert torch.equal(other.body.weight, source.body.weight)
+    with pytest.raises(ValueError, match=r"needs init_inference\(checkpoint=\.\.\.\)"):
+        deepspeed.init_inference(Generator(), dtype="fp32").load_model_with_checkpoint(other)
+    given = []
+    monkeypatch.setattr(source, "compile", lambda **kwargs: given.append(kwargs))
+    assert not engine.is_compiled
+    engine.compile(backend="eager", compile_kwargs={"dynamic": False})
+    assert engine.is_compiled
+    assert given == [{"backend": "eager", "dynamic": False}]
+
+
+def test_a_compiled_engine_answers_as_before():
+    engine = deepspeed.init_inference(Generator(), dtype="fp32")
+    x = torch.randn(3, 2)
+    wanted = engine(x)
+    engine.compile(backend="eager")
+    assert torch.equal(engine(x), wanted)
+
+
+def _expert_members() -> None:
+    engine = deepspeed.init_inference(MoELanguageModel(), dtype="fp32", moe={"ep_size": 2})
+    (group,) = engine.ep_group.values()
+    assert list(engine.ep_group) == [4]
+    assert torch.distributed.get_process_group_ranks(group) == [0, 1]
+    assert engine.expert_mp_group == {4: None}
+
+
+def test_groups_of_experts_are_told_by_their_number():
+    run_ranks(_expert_members, 2)

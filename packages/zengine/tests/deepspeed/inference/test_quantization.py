@@ -139,11 +139,6 @@ def test_bytes_are_those_of_the_format() -> None:
     assert "in_features=64, out_features=96" in repr(layer)
 
 
-def test_several_ranks_are_rejected_by_name() -> None:
-    with pytest.raises(ValueError, match="quantized weights over several tensor or expert ranks are not supported"):
-        deepspeed.init_inference(Model(), {"dtype": "int8", "tensor_parallel": {"tp_size": 2}})
-
-
 def test_a_model_without_linear_layers_is_said() -> None:
     with pytest.raises(ValueError, match="Embedding has no linear layers to quantize"):
         deepspeed.init_inference(nn.Embedding(3, 3), {"dtype": "int8"})

@@ -125,8 +125,9 @@ class _ExpertListLayer(ShardedExpertList):
     mp_group = ALONE
 
     def addresses(self) -> Mapping[str, Address]:
-        """Addresses of the experts' parameters."""
-        return self.expert_addresses
+        """Addresses of the experts' parameters; a quantized weight is none any more."""
+        held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        return {name: address for name, address in self.expert_addresses.items() if name in held}
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:

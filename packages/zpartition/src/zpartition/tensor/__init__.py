@@ -9,12 +9,24 @@ from __future__ import annotations
 from zpartition._renamed import renamed
 from zpartition.tensor.functions import copy, join_features, join_tokens, reduce, slice_features, slice_tokens
 from zpartition.tensor.infer_plan import infer_plan, infer_verified_plan
-from zpartition.tensor.layer_split import LayerSplit
-from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
+from zpartition.tensor.layer_split import LayerSplit, LinearKind
+from zpartition.tensor.layers import (
+    ColumnConv1D,
+    ColumnForward,
+    ColumnLinear,
+    GatheredForward,
+    LayerPlacement,
+    RowConv1D,
+    RowForward,
+    RowLinear,
+    SplitLayer,
+)
 from zpartition.tensor.marked import adopt_marked_split
 from zpartition.tensor.name_plan import plan_by_names
 from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered, resolve
+from zpartition.tensor.quantized import QuantizedWeight, by_outputs, cut_weight
+from zpartition.tensor.random_state import agree_on_random_numbers
 from zpartition.tensor.read_plan import (
     find_tp_plan,
     read_injection_policy,
@@ -22,7 +34,7 @@ from zpartition.tensor.read_plan import (
     read_tp_plan,
     tp_model_init,
 )
-from zpartition.tensor.styles import Column, Gather, NormShard, Replicated, Row, Scatter, Style, Vocabulary
+from zpartition.tensor.styles import Column, Gather, NormShard, Replicated, Row, RowSplit, Scatter, Style, Vocabulary
 from zpartition.tensor.verify import PendingVerification, verify, verify_on_first_call
 from zpartition.tensor.vocabulary import VocabularyEmbedding, vocabulary_cross_entropy
 from zpartition.tensors.whole import load_whole_state_dict, whole_state_dict
@@ -30,24 +42,35 @@ from zpartition.tensors.whole import load_whole_state_dict, whole_state_dict
 __all__ = [
     "Column",
     "ColumnConv1D",
+    "ColumnForward",
     "ColumnLinear",
     "Gather",
+    "GatheredForward",
+    "LayerPlacement",
     "LayerSplit",
+    "LinearKind",
     "NormShard",
     "PendingVerification",
+    "QuantizedWeight",
     "Replicated",
     "Row",
     "RowConv1D",
+    "RowForward",
     "RowLinear",
+    "RowSplit",
     "Rule",
     "Scatter",
+    "SplitLayer",
     "Style",
     "TensorPlan",
     "Uncovered",
     "Vocabulary",
     "VocabularyEmbedding",
     "adopt_marked_split",
+    "agree_on_random_numbers",
+    "by_outputs",
     "copy",
+    "cut_weight",
     "find_tp_plan",
     "infer_plan",
     "infer_verified_plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,16 @@ import attrs
 from torch import nn
 
 from zpartition.layout.address import Address
-from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, SplitLayer
-from zpartition.tensor.styles import Column, Row, Style, Vocabulary, split_along, unit_ranges
+from zpartition.tensor.layers import (
+    ColumnConv1D,
+    ColumnLinear,
+    GatheredConv1D,
+    GatheredLinear,
+    RowConv1D,
+    RowLinear,
+    SplitLayer,
+)
+from zpartition.tensor.styles import Column, Row, RowSplit, Style, Vocabulary, split_along, unit_ranges
 from zpartition.tensor.vocabulary import vocabulary_class
 
 __all__ = ["CONV1D", "LINEAR", "LayerSplit", "LinearKind", "linear_kind", "split_layer"]
@@ -18,10 +27,14 @@ __all__ = ["CONV1D", "LINEAR", "LayerSplit", "LinearKind", "linear_kind", "split
 
 @attrs.frozen
 class LinearKind:
-    """A kind of linear layer that can be split, and its split classes."""
+    """A kind of linear layer that can be split, and its split classes.
+
+    A class of another package has its kind as the attribute `linear_kind`; its weight may be a `QuantizedWeight`.
+    """
 
     column: type[nn.Module]
     row: type[nn.Module]
+    gathered: type[nn.Module]  # of Row(split=RowSplit.OUTPUTS)
     out_dim: int  # of the stored weight
     names: tuple[str, str]  # attributes that hold the numbers of outputs and inputs
 
@@ -35,9 +48,20 @@ class LinearKind:
         weight: Any = module.weight
         return weight.shape[self.out_dim], weight.shape[self.in_dim]
 
+    def class_of(self, style: Column | Row) -> type[nn.Module]:
+        """Return the split class of a style."""
+        if isinstance(style, Column):
+            return self.column
+        return self.gathered if style.split is RowSplit.OUTPUTS else self.row
 
-LINEAR = LinearKind(ColumnLinear, RowLinear, 0, ("out_features", "in_features"))
-CONV1D = LinearKind(ColumnConv1D, RowConv1D, 1, ("nf", "nx"))
+    def local_size(self, style: Column | Row) -> tuple[str, int]:
+        """Return the attribute that becomes this rank's number, and its place in `shape`."""
+        side = 0 if isinstance(style, Column) or style.split is RowSplit.OUTPUTS else 1
+        return self.names[side], side
+
+
+LINEAR = LinearKind(ColumnLinear, RowLinear, GatheredLinear, 0, ("out_features", "in_features"))
+CONV1D = LinearKind(ColumnConv1D, RowConv1D, GatheredConv1D, 1, ("nf", "nx"))
 
 
 @attrs.frozen
@@ -48,6 +72,7 @@ class LayerSplit:
     style: Style
     addresses: Mapping[str, Address] = attrs.field(factory=dict)  # of its split or replicated parameters
     sizes: tuple[int, ...] = ()  # of all ranks' parts
+    output_sizes: tuple[int, ...] = ()  # of all ranks' outputs, if inputs and outputs are split
     num_units: int = 1
     own_units: int = 1  # this rank's
 
@@ -56,6 +81,9 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
     """Return how `module` can be split; None if it is no supported linear layer."""
     if type(module) is nn.Linear:
         return LINEAR
+    own = vars(type(module)).get("linear_kind")
+    if isinstance(own, LinearKind):
+        return own
     # Transformers' layer, recognized by its attributes: that package is not imported
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
     return CONV1D if is_conv1d else None
@@ -88,13 +116,49 @@ def _split_linear(name: str, module: nn.Module, style: Column | Row, num_ranks: 
     _check_units(name, size, style.units, blocks or (size,), num_ranks)
     ranges = unit_ranges(style.units, num_ranks)
     parts = tuple((hi - lo) * (size // style.units) for lo, hi in ranges)
+    own_units = ranges[rank][1] - ranges[rank][0]
+    if isinstance(style, Row) and style.split is RowSplit.OUTPUTS:
+        addresses, outputs = _by_outputs(name, module, kind, num_ranks, rank)
+        return LayerSplit(name, style, addresses, parts, outputs, style.units, own_units)
+    if isinstance(style, Row):
+        _check_groups(name, weight, parts)
     addresses = {"weight": split_along(tuple(weight.shape), dim, style.units, ranges[rank], blocks)}
     bias: Any = module.bias
     if bias is not None and isinstance(style, Column):
         addresses["bias"] = split_along(tuple(bias.shape), 0, style.units, ranges[rank], blocks)
     elif bias is not None:
         addresses["bias"] = Address.whole(bias.shape, num_ranks, rank)
-    return LayerSplit(name, style, addresses, parts, style.units, ranges[rank][1] - ranges[rank][0])
+    return LayerSplit(name, style, addresses, parts, num_units=style.units, own_units=own_units)
+
+
+def _by_outputs(
+    name: str, module: nn.Module, kind: LinearKind, num_ranks: int, rank: int
+) -> tuple[dict[str, Address], tuple[int, ...]]:
+    """Return the addresses of parameters that are split by single outputs, and the ranks' numbers of outputs."""
+    weight, bias = _untyped(module).weight, _untyped(module).bias
+    size = kind.shape(module)[0]
+    _check_units(name, size, size, (size,), num_ranks)
+    ranges = unit_ranges(size, num_ranks)
+    addresses = {"weight": split_along(tuple(weight.shape), kind.out_dim, size, ranges[rank])}
+    if bias is not None:
+        addresses["bias"] = split_along(tuple(bias.shape), 0, size, ranges[rank])
+    return addresses, tuple(hi - lo for lo, hi in ranges)
+
+
+def _untyped(module: Any) -> Any:
+    return module
+
+
+def _check_groups(name: str, weight: Any, parts: tuple[int, ...]) -> None:
+    """Raise ValueError if a quantized weight would be cut inside a group."""
+    unit = getattr(weight, "unit", 1)
+    ends = list(itertools.accumulate(parts))[:-1]
+    if wrong := [end for end in ends if end % unit]:
+        raise ValueError(
+            f"{name}: its inputs are split at {', '.join(map(str, wrong))}, but its quantized weight can be cut at "
+            f"multiples of {unit} inputs only. Use by_outputs(plan), which cuts the weight by outputs, or "
+            f"units= of a multiple of {unit} inputs here and in the column layer before it."
+        )
 
 
 def _split_embedding(name: str, module: nn.Module, style: Vocabulary, num_ranks: int, rank: int) -> LayerSplit:

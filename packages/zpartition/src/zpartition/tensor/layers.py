@@ -13,7 +13,7 @@ whose data become the part.  So ties stay ties, an optimizer that exists already
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import attrs
 import torch
@@ -27,9 +27,14 @@ from zpartition.tensor.parallel_region import ParallelRegion
 
 __all__ = [
     "ColumnConv1D",
+    "ColumnForward",
     "ColumnLinear",
+    "GatheredConv1D",
+    "GatheredForward",
+    "GatheredLinear",
     "LayerPlacement",
     "RowConv1D",
+    "RowForward",
     "RowLinear",
     "SplitLayer",
     "gather_output",
@@ -47,6 +52,7 @@ class LayerPlacement:
     addresses: Mapping[str, Address]  # of its parameters, by their names in it
     sizes: tuple[int, ...]  # of all ranks' parts, along the split dim
     is_joined: bool = False  # the split side is whole outside of the layer: outputs gathered, or inputs narrowed
+    output_sizes: tuple[int, ...] = ()  # of all ranks' parts of the outputs, if both sides are split
 
 
 class SplitLayer:
@@ -74,6 +80,10 @@ class _Product(nn.Module):
         """(out, in)."""
         return self.weight
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out), with the weights that this rank holds."""
+        return linear(x, self.kernel(), bias)
+
 
 class _Transposed(_Product):
     """A weight stored as (in, out)."""
@@ -82,50 +92,88 @@ class _Transposed(_Product):
         return self.weight.t()
 
 
-class _ColumnForward(SplitLayer, _Product):
-    """Column-parallel: whole inputs, this rank's outputs."""
+class _AnyProduct(Protocol):
+    """A layer with weights of any kind: those here, or quantized ones."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    placement: LayerPlacement
+    bias: Any  # Tensor or None
+
+    @property
+    def mp_group(self) -> ModelParallelGroup: ...
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
+class ColumnForward(SplitLayer):
+    """Column-parallel: whole inputs, this rank's outputs.  Comes before a class with `product` and `bias`."""
+
+    def forward(self: _AnyProduct, x: Tensor) -> Tensor:
         """(..., in) -> (..., this rank's part of out), or (..., out) if outputs are gathered."""
         placement = self.placement
-        y = linear(placement.parallel_region.enter(x), self.kernel(), self.bias)
+        y = self.product(placement.parallel_region.enter(x), self.bias)
         if placement.is_joined:
             return functions.join_features(y, self.mp_group, placement.sizes)
-        placement.parallel_region.begin_sharded(x, self)
+        placement.parallel_region.begin_sharded(x, _as_module(self))
         return y
 
 
-class _RowForward(SplitLayer, _Product):
+class RowForward(SplitLayer):
     """Row-parallel: this rank's inputs, whole outputs."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: _AnyProduct, x: Tensor) -> Tensor:
         """(..., this rank's part of in), or (..., in) if inputs are whole -> (..., out)."""
         placement = self.placement
         placement.parallel_region.end_sharded()
         if placement.is_joined:
             x = functions.slice_features(x, self.mp_group, placement.sizes)
-        y = placement.parallel_region.reduce(linear(x, self.kernel()))
+        y = placement.parallel_region.reduce(self.product(x, None))
         return y if self.bias is None else y + placement.parallel_region.copy_weight(self.bias)
 
 
+class GatheredForward(SplitLayer):
+    """In the place of a row-parallel layer, with rows of the weight: inputs and outputs are gathered.
+
+    No sum is split, so the outputs are those of the whole layer, bit for bit.  Layers with quantized weights need
+    this: they round activations, and a difference in the last bit of a sum may give the next layer another code.
+    """
+
+    def forward(self: _AnyProduct, x: Tensor) -> Tensor:
+        """(..., this rank's part of in), or (..., in) if inputs are whole -> (..., out)."""
+        placement = self.placement
+        placement.parallel_region.end_sharded()
+        if not placement.is_joined:
+            x = functions.join_features(x, self.mp_group, placement.sizes)
+        y = self.product(functions.copy(x, self.mp_group), self.bias)
+        return placement.parallel_region.scatter(functions.join_features(y, self.mp_group, placement.output_sizes))
+
+
 @final
-class ColumnLinear(_ColumnForward, nn.Linear):
+class ColumnLinear(ColumnForward, _Product, nn.Linear):
     """nn.Linear split by outputs; `out_features` is this rank's number."""
 
 
 @final
-class RowLinear(_RowForward, nn.Linear):
+class RowLinear(RowForward, _Product, nn.Linear):
     """nn.Linear split by inputs; `in_features` is this rank's number."""
 
 
 @final
-class ColumnConv1D(_ColumnForward, _Transposed):
+class ColumnConv1D(ColumnForward, _Transposed):
     """Transformers' Conv1D split by outputs; `nf` is this rank's number."""
 
 
 @final
-class RowConv1D(_RowForward, _Transposed):
+class RowConv1D(RowForward, _Transposed):
     """Transformers' Conv1D split by inputs."""
+
+
+@final
+class GatheredLinear(GatheredForward, _Product, nn.Linear):
+    """nn.Linear split by outputs behind split activations; `out_features` is this rank's number."""
+
+
+@final
+class GatheredConv1D(GatheredForward, _Transposed):
+    """Transformers' Conv1D split by outputs behind split activations; `nf` is this rank's number."""
 
 
 _made_classes: dict[tuple[type, type], type[nn.Module]] = {}  # by region and class of the module

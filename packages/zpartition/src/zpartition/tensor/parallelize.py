@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import zcomm
@@ -18,6 +18,7 @@ from zpartition.tensor.layer_split import LayerSplit, linear_kind
 from zpartition.tensor.layers import LayerPlacement, gather_output, scatter_output, sum_gradients
 from zpartition.tensor.parallel_region import ParallelRegion
 from zpartition.tensor.plan import TensorPlan, resolve
+from zpartition.tensor.quantized import cut_weight, quantized_parts
 from zpartition.tensor.random_state import agree_on_random_numbers
 from zpartition.tensor.styles import Column, Gather, NormShard, Row, Scatter, Vocabulary
 from zpartition.tensor.vocabulary import vocabulary_class
@@ -89,18 +90,22 @@ def _device(model: nn.Module, group: ProcessGroup | None) -> torch.device:
 
 
 def _broadcast_weights(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Broadcast weights and buffers of rank 0."""
+    """Broadcast weights, also quantized ones, and buffers of rank 0."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.is_meta:
                 tensor.data = tensor.data.contiguous()
                 zcomm.broadcast(tensor.data, group, source=0, label=name)
+        for name, part in quantized_parts(model):
+            zcomm.broadcast(part, group, source=0, label=name)
 
 
 def _shard_parameters(module: nn.Module, split: LayerSplit, done: set[int]) -> None:
     for key, address in split.addresses.items():
         param = getattr(module, key)
-        if id(param) not in done:  # tied weights appear twice
+        if not isinstance(param, Tensor):
+            setattr(module, key, cut_weight(param, address))
+        elif id(param) not in done:  # tied weights appear twice
             done.add(id(param))
             param.grad = None
             param.data = part_of(param.data, address)
@@ -125,11 +130,12 @@ def _convert(module: nn.Module, split: LayerSplit, parallel_region: ParallelRegi
     elif isinstance(style, Column | Row):
         kind = linear_kind(module)
         assert kind is not None
-        is_column = isinstance(style, Column)
         is_joined = style.gathers if isinstance(style, Column) else style.takes_part
-        placement = LayerPlacement(parallel_region, split.addresses, split.sizes, is_joined)
-        _set_class(module, kind.column if is_column else kind.row, placement)
-        setattr(layer, kind.names[0 if is_column else 1], kind.shape(module)[0 if is_column else 1])
+        own = {key: at for key, at in split.addresses.items() if isinstance(getattr(module, key), Tensor)}
+        placement = LayerPlacement(parallel_region, own, split.sizes, is_joined, split.output_sizes)
+        _set_class(module, kind.class_of(style), placement)
+        name, side = kind.local_size(style)
+        setattr(layer, name, kind.shape(module)[side])
 
 
 def _set_class(module: nn.Module, kind: type[nn.Module], placement: LayerPlacement) -> None:

@@ -6,6 +6,7 @@ their shared key-value head, or one element.  If units do not divide evenly, the
 
 from __future__ import annotations
 
+import enum
 import itertools
 
 import attrs
@@ -19,6 +20,7 @@ __all__ = [
     "NormShard",
     "Replicated",
     "Row",
+    "RowSplit",
     "Scatter",
     "Style",
     "Vocabulary",
@@ -36,12 +38,20 @@ class Column:
     gathers: bool = False  # every rank gets all outputs
 
 
+class RowSplit(enum.Enum):
+    """What a rank holds of the layer behind a column-parallel one."""
+
+    INPUTS = "inputs"  # columns of the weight; products are summed, by one all-reduce
+    OUTPUTS = "outputs"  # rows; inputs and outputs are gathered, and no sum is split: bits as in the whole layer
+
+
 @attrs.frozen(kw_only=True)
 class Row:
     """Row-parallel linear layer: inputs are split; each rank holds columns of the weight; products are summed."""
 
     units: int = attrs.field(default=0, validator=ge(0))  # as those of the column layer before it
     takes_part: bool = False  # every rank gets all inputs
+    split: RowSplit = attrs.field(default=RowSplit.INPUTS, repr=lambda split: split.name)
 
 
 @attrs.frozen(kw_only=True)

@@ -13,6 +13,7 @@ from zprecision.quant.formats import (
     Int8,
     format_name,
     format_named,
+    unit_of,
 )
 from zprecision.quant.ggml import from_blocks, to_blocks
 from zprecision.quant.linear import Weight, linear, linear_many
@@ -44,4 +45,5 @@ __all__ = [
     "quantize",
     "quantize_activations",
     "to_blocks",
+    "unit_of",
 ]

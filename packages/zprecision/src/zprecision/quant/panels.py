@@ -17,14 +17,14 @@ more), and keeping both (twice the memory).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from zprecision.quant.decode import integer_codes
-from zprecision.quant.formats import BLOCK, Format, Integers, format_name, integers
+from zprecision.quant.formats import BLOCK, Format, Integers, format_name, integers, unit_of
 from zprecision.quant.kernels import empty_panels, pack_panels
 from zprecision.quant.layout import join_nibbles, padded, unflatten
 from zprecision.quant.tensor import QuantizedTensor, checked, read_header, write_header
@@ -57,6 +57,35 @@ class PackedTensor:
     def to(self, device: torch.device | str) -> PackedTensor:
         """Return it on another device."""
         return attrs.evolve(self, data=self.data.to(device))
+
+    @property
+    def unit(self) -> int:
+        """Return the elements of the last dim that cannot be parted."""
+        return unit_of(self.format)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors that it consists of, by name."""
+        return {"panels": self.data}
+
+    def narrow(self, dim: int, start: int, length: int) -> PackedTensor:
+        """Return the part [start, start + length) of dim `dim`: a view for whole panels of 16 rows, else a copy.
+
+        Raises ValueError as `QuantizedTensor.narrow`.
+        """
+        rows, columns = self.shape
+        end = start + length
+        is_whole = start % PANEL_ROWS == 0 and (end % PANEL_ROWS == 0 or end == rows)
+        if dim % 2 or not is_whole or not 0 <= start <= end <= rows:
+            return _pack_matrix(self.unpack().narrow(dim, start, length))
+        panel = self.data.numel() // max(1, _num_panels(rows))
+        data = self.data[start // PANEL_ROWS * panel : _num_panels(end) * panel]
+        return attrs.evolve(self, shape=(length, columns), data=data)
+
+    def join(self, others: Sequence[PackedTensor], dim: int = 0) -> PackedTensor:
+        """Return it and `others`, one after the other along dim `dim`, in new memory.  Raises ValueError."""
+        if not others:
+            return attrs.evolve(self, data=self.data.clone())
+        return _pack_matrix(self.unpack().join([each.unpack() for each in others], dim))
 
     def unpack(self) -> QuantizedTensor:
         """Return the quantized tensor that was packed, bit for bit."""
@@ -109,6 +138,12 @@ def pack(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
     if not pack_panels(quantized.codes, quantized.scales, quantized.mins, form, data):
         data = pack_rule(quantized, form)
     return PackedTensor(format=quantized.format, shape=(rows, columns), dtype=quantized.dtype, data=data)
+
+
+def _pack_matrix(quantized: QuantizedTensor) -> PackedTensor:
+    packed = pack(quantized)
+    assert isinstance(packed, PackedTensor)
+    return packed
 
 
 def pack_rule(quantized: QuantizedTensor, form: Integers) -> Tensor:

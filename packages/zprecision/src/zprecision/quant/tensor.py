@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -45,8 +45,18 @@ class Quantized(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Return the logical shape."""
 
+    @property
+    def unit(self) -> int:
+        """Return the elements of the last dim that cannot be parted."""
+
     def narrow(self, dim: int, start: int, length: int) -> Quantized:
         """Return a part of it, cut between groups."""
+
+    def join(self, others: Sequence[Any], dim: int = 0) -> Quantized:
+        """Return it and `others`, one after the other along a dim, in new memory."""
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors that it consists of, by name."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -106,6 +116,31 @@ class QuantizedTensor:
             cut[name] = part.narrow(last, first * each, count * each) if each else part
         return assemble(self.format, shape, self.dtype, cut)
 
+    @property
+    def unit(self) -> int:
+        """Return the elements of the last dim that cannot be parted: a group, or a block of 256."""
+        return unit_of(self.format)
+
+    def join(self, others: Sequence[QuantizedTensor], dim: int = 0) -> QuantizedTensor:
+        """Return it and `others`, one after the other along dim `dim`, in new memory: the inverse of `narrow`.
+
+        Raises ValueError for other formats and shapes, for parts that end inside a group, and, in the last dim, for
+        rows with one scale that are not the same row's.
+        """
+        tensors, last = [self, *others], len(self.shape) - 1
+        dim = dim % len(self.shape)
+        _check_joined(tensors, dim)
+        shape = (*self.shape[:dim], sum(each.shape[dim] for each in tensors), *self.shape[dim + 1 :])
+        lengths = part_lengths(self.format, shape[last])
+        found = {}
+        for name, part in self.parts().items():
+            pieces = [each.parts()[name] for each in tensors]
+            is_shared = dim == last and part.shape[last] == lengths[name] == 1 and len(pieces) > 1  # a scale a row
+            if is_shared and not all(torch.equal(part, piece) for piece in pieces):
+                raise ValueError(f"join: rows of {format_name(self.format)} have one scale, and these have several")
+            found[name] = part.clone() if is_shared else torch.cat(pieces, dim)
+        return assemble(self.format, shape, self.dtype, found)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """Return it with `function(part)` for every part, e.g. `Tensor.contiguous`."""
         parts = {name: function(part) for name, part in self.parts().items()}
@@ -135,6 +170,20 @@ class QuantizedTensor:
     def parts(self) -> dict[str, Tensor]:
         """Return the parts that the format has, by name."""
         return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
+
+
+def _check_joined(tensors: Sequence[QuantizedTensor], dim: int) -> None:
+    """Raise ValueError for tensors that cannot be joined."""
+    first, last = tensors[0], len(tensors[0].shape) - 1
+    for each in tensors[1:]:
+        others = [tuple(size for at, size in enumerate(shape) if at != dim) for shape in (first.shape, each.shape)]
+        if each.format != first.format or len(each.shape) != len(first.shape) or others[0] != others[1]:
+            raise ValueError(
+                f"join along dim {dim}: {format_name(first.format)} of {first.shape} and {format_name(each.format)} "
+                f"of {each.shape}; format and other dims must be equal"
+            )
+    if dim == last and (wrong := [each.shape[dim] for each in tensors[:-1] if each.shape[dim] % first.unit]):
+        raise ValueError(f"join: a part of {wrong[0]} elements ends inside a group of {first.unit}")
 
 
 def write_header(format: Format, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

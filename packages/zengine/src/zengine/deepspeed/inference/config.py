@@ -6,7 +6,7 @@ Keyword arguments and `config` are merged; a key in both must have the same valu
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, final
 
 import torch
@@ -15,6 +15,7 @@ from zengine.config import ConfigError, Problem
 from zengine.config.grammar.kinds import ANYTHING, TEXT, TRUTH, Mismatch, ValueKind, whole
 from zengine.config.grammar.source import read
 from zengine.config.grammar.table import Key, Row, Section, Support, ignored, renamed
+from zengine.deepspeed.inference.offloading import WeightOffload, read_offload, read_zero
 from zengine.deepspeed.inference.parallel import (
     MOE,
     OLD_NAMES,
@@ -92,10 +93,6 @@ def _read_off(value: Any) -> object:
 _OFF = ValueKind("a section that is off", _read_off)
 
 
-def _idle(kind: ValueKind, default: Any) -> Key:
-    return ignored(kind, default, why="torch's kernels run")  # with the same results
-
-
 def _only(default: Any, why: str, hint: str, kind: ValueKind = ANYTHING) -> Key:
     return Key(support=Support.FIXED, kind=kind, matching=(default,), why=why, hint=hint)
 
@@ -113,25 +110,28 @@ _KEYS: dict[str, Row] = {
     "moe": Section(keys=MOE),
     "quant": Section(keys=QUANT),
     **OLD_NAMES,
+    "replace_with_kernel_inject": honoured(kind=TRUTH, default=False),
+    "enable_cuda_graph": honoured(kind=TRUTH, default=False),
+    "min_out_tokens": honoured(kind=whole(1), default=1),
     # DeepSpeed's kernels
-    **dict.fromkeys(("replace_with_kernel_inject", "transposed_mode", "set_empty_params"), _idle(TRUTH, False)),
-    **dict.fromkeys(("triangular_masking", "return_tuple"), _idle(TRUTH, True)),
-    **dict.fromkeys(("training_mp_size", "min_out_tokens"), _idle(whole(1), 1)),
-    **dict.fromkeys(("injection_policy_tuple", "config"), _idle(ANYTHING, None)),
-    "replace_method": _idle(TEXT, "auto"),
+    "transposed_mode": ignored(TRUTH, False, why="weights are repacked for the kernels that run"),
+    "set_empty_params": ignored(TRUTH, False, why="a model on the meta device gets memory when its weights are read"),
+    "triangular_masking": ignored(TRUTH, True, why="a decoder is recognized with the mask that it has"),
+    "return_tuple": ignored(TRUTH, True, why="modules return what they returned before"),
+    "training_mp_size": ignored(whole(1), 1, why="a checkpoint of any number of ranks is read"),
+    "injection_policy_tuple": ignored(ANYTHING, None, why="it is internal to DeepSpeed"),
+    "config": ignored(ANYTHING, None, why="the module has its own config"),
+    "replace_method": ignored(TEXT, "auto", why="decoders are recognized by what they compute"),
+    **dict.fromkeys(
+        ("use_triton", "triton_autotune"),
+        ignored(TRUTH, False, why="there are no Triton kernels: others run, with the same results"),
+    ),
     "kernel_inject": renamed(TRUTH, "replace_with_kernel_inject", what="another name"),
     "tm": renamed(TRUTH, "triangular_masking", what="another name"),
     "min_tokens": renamed(whole(1), "min_out_tokens", what="another name"),
     "args": renamed(ANYTHING, "config", what="another name"),
     # only the default
-    "enable_cuda_graph": _only(
-        False, "CUDA graphs are not captured", "Use torch.compile(mode='reduce-overhead').", TRUTH
-    ),
-    "use_triton": _only(False, "there are no Triton kernels", "Remove it; torch.compile generates some.", TRUTH),
-    "triton_autotune": _only(False, "there are no Triton kernels", "Remove it.", TRUTH),
-    "zero": _only(
-        {}, "inference does not stream weights", "Evaluate with a stage-3 training engine: engine.eval().", _OFF
-    ),
+    "zero": honoured(kind=ValueKind("a ZeRO section", read_zero), default={}),
     "base_dir": _only("", "a checkpoint is one path", "Pass the whole path as checkpoint."),
     "save_mp_checkpoint_path": _only(None, _WHOLE, "Remove it, and pass the whole model as checkpoint."),
     "checkpoint_config": _only({}, _WHOLE, "Pass a path as checkpoint.", _OFF),
@@ -156,24 +156,41 @@ class DeepSpeedInferenceConfig(SectionModel):
     defaults: ClassVar[Mapping[str, Any]] = models
     title = "init_inference"
     dtype: torch.dtype  # of the weights; int8: of the linear layers
-    max_out_tokens: int  # tokens of a prompt; generate() raises above it
+    max_out_tokens: (
+        int  # of a prompt, and of prompt and answer in a fused decoder's cache; generate() raises above it
+    )
+    min_out_tokens: int  # init_inference() raises if the memory does not suffice for as many
     keep_module_on_host: bool  # do not move the module
     checkpoint: str | None  # file or folder of the weights to load
     tensor_parallel: DeepSpeedTPConfig
     moe: DeepSpeedMoEConfig
     quant: QuantizationConfig
+    zero: dict[str, Any]  # of a stage-3 config with offload_param: stream weights
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         given = {
             key: _plain(key, data[key]) for key in sorted(data, key=lambda key: key != "tp") if data[key] is not None
         }
         super().__init__(strict, **given)  # `tp` is another name of the section into which other old names move
-        problems = list(conflicts(self.tensor_parallel, self.injection_policy))
-        if self.quantization is not None and not self.parallelism.is_single_rank:
-            reason = "quantized weights over several tensor or expert ranks are not supported"
-            problems.append(Problem(reason=reason, key="init_inference.quant", suggestion="Leave one of them out."))
+        problems = [*conflicts(self.tensor_parallel, self.injection_policy), *self._graph_conflicts()]
+        if self.offload is not None and not self.parallelism.is_single_rank:
+            reason = "weights that are streamed block by block are not split over ranks"
+            problems.append(Problem(reason=reason, key="init_inference.zero", suggestion="Leave one of them out."))
         if problems:
             raise invalid(type(self).__name__, problems)
+        if self.replace_with_kernel_inject and self.parallelism.policy:
+            raise AssertionError(
+                "init_inference() got replace_with_kernel_inject and injection_policy: the first runs a recognized "
+                "decoder, the second names the layers that ranks split. Give one of them."
+            )
+
+    def _graph_conflicts(self) -> Iterator[Problem]:
+        if self.enable_cuda_graph and self.tensor_parallel.enabled and self.tensor_parallel.tp_size > 1:
+            yield Problem(
+                key="init_inference.enable_cuda_graph",
+                reason="messages between tensor ranks are not captured in CUDA graphs",
+                suggestion="Remove it, or use one tensor rank.",
+            )
 
     def _refuse_both_names(self, given: Mapping[str, Any]) -> None:
         """Accept old names beside a section that lacks the key."""
@@ -193,11 +210,25 @@ class DeepSpeedInferenceConfig(SectionModel):
         """Formats of the linear layers; None if they are not quantized."""
         return read_quantization(self.dtype, self.quant.given())
 
-    def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of weights that are not quantized, and of activations."""
-        if self.dtype != torch.int8:
+    @property
+    def offload(self) -> WeightOffload | None:
+        """Where blocks rest between their calls; None: on the device."""
+        return read_offload(self.zero)
+
+    def without_offload(self) -> DeepSpeedInferenceConfig:
+        """Return the config without `zero`."""
+        return type(self)(**{**self.given(), "zero": None})
+
+    def compute_dtype(self, device: torch.device, stored: torch.dtype = torch.float32) -> torch.dtype:
+        """Return the dtype of weights that are not quantized, and of activations.
+
+        CPUs multiply float16 slowly: there it becomes bfloat16 if weights are `stored` so, else float32.
+        """
+        if self.dtype not in (torch.int8, torch.float16):
             return self.dtype
-        return torch.float32 if device.type == "cpu" else torch.float16
+        if device.type == "cpu":
+            return torch.bfloat16 if self.dtype == torch.float16 and stored == torch.bfloat16 else torch.float32
+        return torch.float16
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -205,7 +236,11 @@ class DeepSpeedInferenceConfig(SectionModel):
         parallelism = self.parallelism
         is_read = bool(parallelism.policy) and not parallelism.is_single_rank
         is_idle = self.injection_policy is not None and not is_read
-        idle = ("init_inference.injection_policy has no effect here: torch's kernels run",) if is_idle else ()
+        idle = []
+        if is_idle:
+            idle.append("init_inference.injection_policy has no effect here: no layers are split")
+        if self.zero and self.offload is None:
+            idle.append("init_inference.zero has no effect here: only stage 3 with offload_param streams weights")
         return (*self.model_notices, *idle)
 
 
@@ -227,13 +262,23 @@ def default_inference_config() -> dict[str, Any]:
 def merge_config(config: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `keywords` into `config`.  Raises ValueError if a key has different values in both."""
     given = _as_dict(config)
-    clashes = [key for key in keywords if key in given and given[key] != keywords[key]]
+    clashes = [key for key in keywords if key in given and not _is_same(key, given[key], keywords[key])]
     if clashes:
         values = ", ".join(
             f"{key} is {given[key]!r} in config and {keywords[key]!r} as an argument" for key in clashes
         )
         raise ValueError(f"init_inference() got conflicting values: {values}. Give each key once.")
     return {**given, **keywords}
+
+
+def _is_same(key: str, one: Any, other: Any) -> bool:
+    """Return whether two values of a key mean the same: "fp16" is torch.float16."""
+    if key != "dtype":
+        return bool(one == other)
+    try:
+        return _read_dtype(one) == _read_dtype(other)
+    except Mismatch:  # the constructor says which values are allowed
+        return bool(one == other)
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

@@ -6,18 +6,31 @@ may pass different inputs but must call equally often: each call exchanges token
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+import zpartition
 from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
-from zengine.deepspeed.inference import splitting, weights
+from zengine.deepspeed.inference import generation, memory, offloading, splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
+from zengine.deepspeed.inference.fused import FusedPath, has_quantized_layers, recognized, reject_prompt
+from zengine.deepspeed.inference.graphs import GraphedModule
+from zengine.deepspeed.inference.offloading import WeightOffload
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
+from zengine.inference.offload import WeightStream
+from zengine.inference.quantized_modules import linear_weights, quantize_linears, scales_of, unquantized
+from zengine.inference.structure import Decoder
 
 __all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
 
@@ -41,6 +54,15 @@ class _Watch:
         self._wait()
         self._timer.stop()
 
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time what runs inside, as one pass."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
     def times(self) -> list[float]:
         """Return the milliseconds of each pass, and forget them."""
         self._timer.elapsed(reset=False)
@@ -60,35 +82,73 @@ class InferenceEngine(nn.Module):
 
     def __init__(self, module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         super().__init__()
-        self.module = _prepare(module, config).eval()
+        prepared = _prepare(module, config)
+        self.module = prepared.module
         self._config = config
+        self._fused = prepared.fused  # FusedPath; None: the module's own forward runs
+        self._stream = prepared.stream  # blocks that rest elsewhere; None: all weights are on the device
+        self._run: Callable[..., Any] = GraphedModule(self.module) if config.enable_cuda_graph else self.module
         self._hooks: list[RemovableHandle] = []  # of `profile_model_time`
+        self._told: set[str] = set()  # arguments of `generate` that were logged
+        self._is_compiled = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module without gradients."""
         with torch.no_grad():
-            return self.module(*args, **kwargs)
+            return self._run(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's `generate`; prompts may have max_out_tokens tokens.
+        """Generate with the arguments and results of the module's `generate`, by the fused path if there is one.
 
-        Raises RuntimeError (DeepSpeed's) for a longer prompt, AttributeError if the module has no `generate`.
+        A prompt may have max_out_tokens tokens; on the fused path, prompt and answer together.  A fused decoder
+        without a `generate` accepts the arguments of generation.py's `own_generate`.
+
+        Raises RuntimeError (DeepSpeed's) for a longer prompt, AttributeError if the module has no `generate` and is
+        not fused.
         """
         make = getattr(self.module, "generate", None)
-        if make is None:
-            raise AttributeError(f"{type(self.module).__name__} has no generate(); call the engine itself")
-        prompt, limit = kwargs.get("input_ids", args[0] if args else None), self._config.max_out_tokens
-        length = prompt.shape[-1] if isinstance(prompt, Tensor) else 0
-        if length > limit:
-            raise RuntimeError(
-                f"Input with size {length} exceeds maximum length of {limit}: pass a larger max_out_tokens to "
-                "init_inference()."
+        if make is None and self._fused is None:
+            raise AttributeError(
+                f"{type(self.module).__name__} has no generate() and is no fused decoder: call the engine itself, or "
+                "pass replace_with_kernel_inject=True to init_inference()."
             )
+        prompt = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
+        if isinstance(prompt, Tensor):
+            reject_prompt(prompt.shape[-1], self._config.max_out_tokens)
         with torch.no_grad():
+            if make is None:
+                assert self._fused is not None
+                return generation.own_generate(self._fused, *args, **kwargs)
+            return self._generate(make, args, kwargs)
+
+    def _generate(self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module's `generate`, with the fused loop where that computes the same."""
+        if not hasattr(self.module, "generation_config"):  # not that of Transformers
+            self._agree_on_random_numbers()
             return make(*args, **kwargs)
+        given = {**dict(zip(inspect.signature(make).parameters, args)), **kwargs}
+        self._agree_on_random_numbers()
+        if self._is_split:
+            same = generation.SameOnAllRanks(self.mp_group)
+            given["logits_processor"] = [*(given.get("logits_processor") or ()), same]
+        if self._fused is None:
+            return make(**given)
+        if other := generation.unfused_argument(self.module, given):
+            self._tell(other)
+            return make(**given)
+        return generation.fused_generate(self._fused, self.module, given)
+
+    def _tell(self, argument: str) -> None:
+        if argument not in self._told:
+            self._told.add(argument)
+            log.warning("generate(%s): the fused path cannot do this; the module's own forward runs", argument)
+
+    def _agree_on_random_numbers(self) -> None:
+        if self._is_split:
+            generation.share_random_state(self.mp_group, next(self.module.parameters()).device)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Measure the module's forward passes from now on, those within `generate` as well.
+        """Measure forward passes from now on: the module's, and within `generate` those of a fused decoder.
 
         use_cuda_events: events of the GPU's stream, for which nothing waits; False, or without a GPU: the host's
             clock, with the device synchronized before and after a pass.
@@ -99,6 +159,8 @@ class InferenceEngine(nn.Module):
                 self.module.register_forward_hook(lambda *_: self._watch.stop(), always_call=True),
             ]
         self._watch = _Watch(use_cuda_events)
+        if self._fused is not None:
+            self._fused.timed = self._watch.timed
 
     def model_times(self) -> list[float]:
         """Return the milliseconds of each forward pass since the last call.
@@ -108,10 +170,72 @@ class InferenceEngine(nn.Module):
         assert self._hooks, "model profiling is not enabled: call profile_model_time() first"
         return self._watch.times()
 
+    def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the module's forward by torch.compile; the fused path stays as it is.
+
+        backend: of torch.compile; the accelerator's by default.  Raises ValueError with CUDA graphs.
+        """
+        if self._config.enable_cuda_graph:
+            raise ValueError("compile() and enable_cuda_graph exclude each other: use mode='reduce-overhead'.")
+        self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **dict(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._is_compiled
+
+    @property
+    def _is_split(self) -> bool:
+        return zpartition.model_parallel_group_of(self.module).size > 1
+
+    @property
+    def mp_group(self) -> ProcessGroup | None:
+        """The tensor ranks of this engine's module; None if it is not split."""
+        return zpartition.model_parallel_group_of(self.module).group
+
+    @property
+    def ep_group(self) -> dict[int, ProcessGroup | None] | None:
+        """The expert ranks, by the number of experts of a layer; None if experts are not split."""
+        groups = {group.size: group.group for group in zpartition.expert_shards_of(self.module).values()}
+        if not groups:
+            return None
+        from zpartition import experts
+
+        counts = {experts.num_experts_of(stack) for stack in experts.find_experts(self.module).values()}
+        (group,) = groups.values()
+        return dict.fromkeys(sorted(counts), group)
+
+    @property
+    def expert_mp_group(self) -> dict[int, ProcessGroup | None] | None:
+        """The tensor ranks that split an expert, by the number of experts: none, experts are whole."""
+        return None if (found := self.ep_group) is None else dict.fromkeys(found)
+
+    @property
+    def quantization_scales(self) -> dict[str, Tensor] | None:
+        """Scales of each quantized weight of this rank, by the layer's name; None if there is none."""
+        scales = scales_of(self.module)
+        return scales or None
+
+    def load_model_with_checkpoint(self, r_module: nn.Module) -> None:
+        """Load the config's checkpoint into `r_module`: a module with the checkpoint's names, whole or split.
+
+        Raises ValueError if the config has no checkpoint, or if it does not fit.
+        """
+        if self._config.checkpoint is None:
+            raise ValueError(
+                "load_model_with_checkpoint() needs init_inference(checkpoint=...), which was not given."
+            )
+        weights.load(r_module, self._config.checkpoint)
+
     def destroy(self) -> None:
-        """Stop measuring, and return the device memory that is cached but unused.  The engine remains usable."""
+        """Stop measuring, and free caches, graphs and unused device memory.  The engine remains usable."""
         while self._hooks:
             self._hooks.pop().remove()
+        if self._fused is not None:
+            self._fused.steps, self._fused.timed = None, nullcontext
+        if isinstance(self._run, GraphedModule):
+            self._run.graphs.clear()
         get_accelerator().empty_cache()
 
     def __getattr__(self, name: str) -> Any:
@@ -143,14 +267,25 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     settings = DeepSpeedInferenceConfig.of(merge_config(config, kwargs))
     for notice in settings.notices:
         log.warning("%s", notice)
+    if settings.enable_cuda_graph and get_accelerator().create_graph() is None:
+        log.warning("init_inference.enable_cuda_graph has no effect here: it needs a GPU with CUDA")
     return InferenceEngine(model, settings)
 
 
-def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
-    """Return `module` with its weights, or with this rank's part of them."""
+@attrs.frozen(eq=False)
+class _Prepared:
+    module: nn.Module  # with its weights, or with this rank's part of them
+    fused: FusedPath | None = None
+    stream: WeightStream | None = None  # of blocks that rest elsewhere
+
+
+def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
+    """Place, cast, split, load, recognize and quantize."""
     host = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
     device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
+    dtype = _compute_dtype(module, config, device)
     path, is_on_meta = config.checkpoint, weights.is_on_meta(module)
+    _check_memory(module, config, dtype, device)
     if path is not None:
         weights.check_fits(module, path)
     elif is_on_meta:
@@ -158,6 +293,8 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
             f"{type(module).__name__} is on the meta device and has no weights: pass checkpoint=, a weight file "
             "or a Hugging Face folder."
         )
+    if config.offload is not None:
+        return _prepare_streamed(module, config, config.offload, device, dtype)
     if is_on_meta and _needs_run(module, config):
         assert path is not None
         weights.materialize(module, host)
@@ -165,31 +302,99 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
         path = None
     split = splitting.plan_split(module, config.parallelism)
     split.agree(module)
-    if not weights.is_on_meta(module):
+    is_moved_late = config.quantization is not None and not split.is_split and not config.replace_with_kernel_inject
+    if not weights.is_on_meta(module) and not is_moved_late:
         module = module.to(device)  # a group of GPUs cannot send host tensors
     split = split.verified(module)
-    module = module.to(dtype=config.compute_dtype(device))
+    if config.quantization is not None or has_quantized_layers(module):
+        split = split.by_outputs()
+    module = module.to(dtype=dtype)
     split.apply(module)
     if path is not None:
-        weights.materialize(module, device)
+        weights.materialize(module, host if is_moved_late else device)
         weights.load(module, path)
-    module = module.to(device)
+    module = (module if is_moved_late else module.to(device)).eval()
+    decoder = _recognize(module, config)
     if config.quantization is not None:
         _quantize(module, config)
-    return module
+    module = module.to(device)
+    return _Prepared(module, None if decoder is None else FusedPath.of(decoder, module, config.max_out_tokens))
+
+
+def _prepare_streamed(
+    module: nn.Module,
+    config: DeepSpeedInferenceConfig,
+    offload: WeightOffload,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Prepared:
+    """Fill, cast and quantize the blocks one by one, and let them rest outside of the device."""
+    if not offload.directory and device == torch.device("cpu"):
+        log.warning("init_inference.zero: on a CPU the host has the weights already; none are streamed")
+        return _prepare(module, config.without_offload())
+    if config.replace_with_kernel_inject:
+        log.warning("replace_with_kernel_inject: weights that are streamed are not fused; the module's forward runs")
+    quantization = config.quantization
+
+    def finish(part: nn.Module, name: str) -> None:
+        part.to(dtype=dtype)
+        prefix = f"{name}." if name else ""
+        if quantization is None:
+            return
+        names = [layer for layer, *_ in linear_weights(part) if layer]
+        formats = {layer: quantization.format_of(f"{prefix}{layer}") for layer in names}
+        if any(format is not None for format in formats.values()):
+            quantize_linears(part, formats.get)
+
+    with weights.opened(module, config.checkpoint) as tensors:
+        loader = functools.partial(weights.load_part, tensors=tensors)
+        stream = offloading.fill_and_park(module, offload, device, loader, finish)
+    return _Prepared(module.eval(), stream=stream)
+
+
+def _compute_dtype(module: nn.Module, config: DeepSpeedInferenceConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights on `device`, and log if it is not the config's."""
+    stored = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
+    dtype = config.compute_dtype(device, stored)
+    if config.dtype not in (dtype, torch.int8):
+        level = logging.WARNING if "dtype" in config.model_fields_set else logging.INFO
+        log.log(
+            level, "init_inference: %s is slow on %s; weights and activations are %s", config.dtype, device, dtype
+        )
+    return dtype
+
+
+def _check_memory(
+    module: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    if config.offload is not None:
+        return  # two blocks at a time
+    ranks = max(1, config.parallelism.tensor.size)
+    needed = memory.estimate(module, dtype, config.quantization, ranks)
+    available = get_accelerator().available_memory()
+    memory.check_min_tokens(needed, module, device, config.min_out_tokens, available)
+
+
+def _recognize(module: nn.Module, config: DeepSpeedInferenceConfig) -> Decoder | None:
+    """Return the fused decoder that the config asks for; None, with the reason logged, if there is none."""
+    if not config.replace_with_kernel_inject:
+        return None
+    if zpartition.model_parallel_group_of(module).size > 1 or zpartition.expert_shards_of(module):
+        log.warning("replace_with_kernel_inject: a model over several ranks is not fused; its own forward runs")
+        return None
+    return recognized(module)
 
 
 def _quantize(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
-    """Replace linear layers by quantized ones, and log how much they were rounded."""
-    from zengine.inference.quantized_modules import quantize_linears
-
+    """Replace linear layers by quantized ones, and log how much they were rounded, and what was left."""
     assert config.quantization is not None
     rows = quantize_linears(module, config.quantization.format_of)
-    worst = max(rows, key=lambda row: row.error)
+    worst, left = max(rows, key=lambda row: row.error), unquantized(module)
     log.info(
-        "init_inference: %d linear layers quantized to %s, %s bytes; largest relative error %.3g (%s)",
+        "init_inference: %d linear layers quantized to %s, %s bytes; largest relative error %.3g (%s); not quantized:"
+        " %s; products round activations to 8 bits",
         *(len(rows), ", ".join(sorted({row.format for row in rows})), f"{sum(row.nbytes for row in rows):,}"),
-        *(worst.error, worst.name),
+        *(worst.error, worst.name, ", ".join(left) or "nothing"),
     )
 
 

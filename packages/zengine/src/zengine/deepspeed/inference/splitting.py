@@ -43,6 +43,11 @@ class Split:
     is_inferred: bool = False  # the plan is a proposal that `verified` may change
     inputs: Input | None = None  # to verify a plan with
 
+    @property
+    def is_split(self) -> bool:
+        """Whether there are several ranks."""
+        return _has_many_ranks(self.layers) or _has_many_ranks(self.experts)
+
     def agree(self, module: nn.Module) -> None:
         """Raise RanksDisagree if ranks of a group have different models or plans."""
         rules = [] if self.plan is None else [repr(rule) for rule in self.plan.rules]
@@ -62,6 +67,10 @@ class Split:
         if sum(param.numel() for param in module.parameters()) <= VERIFIED_NUMEL:
             tensor.verify(module, self.plan, _group(self.layers), *args, kwargs=kwargs)
         return self
+
+    def by_outputs(self) -> Split:
+        """Return the split with layers whose results equal those of the whole quantized layers, bit for bit."""
+        return self if self.plan is None else attrs.evolve(self, plan=tensor.by_outputs(self.plan))
 
     def apply(self, module: nn.Module) -> None:
         """Keep this rank's part of `module`, in place; collective."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zpartition
 from zengine.checkpoint.huggingface import to_module_names
 
-__all__ = ["check_fits", "is_on_meta", "load", "materialize"]
+__all__ = ["check_fits", "is_on_meta", "load", "load_part", "materialize", "opened"]
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -64,6 +64,26 @@ def check_fits(module: nn.Module, path: str) -> None:
             zpartition.check_slices(module, weights)
         except ValueError as error:
             raise ValueError(f"{path} does not fit {type(module).__name__}: {error}") from None
+
+
+@contextmanager
+def opened(module: nn.Module, path: str | None) -> Iterator[Mapping[str, Any] | None]:
+    """Open the tensors of a file or folder by the names of `module`, for `load_part`; None without a path."""
+    if path is None:
+        yield None
+        return
+    with _open_slices(module, path) as tensors:
+        yield tensors
+
+
+def load_part(part: nn.Module, name: str, tensors: Mapping[str, Any] | None) -> None:
+    """Allocate the submodule `name` on the host, and load it, if there are `tensors` of the whole module."""
+    materialize(part, torch.device("cpu"))
+    if tensors is None:
+        return
+    prefix = f"{name}." if name else ""
+    own = {*part.state_dict(), *(key for key, _ in part.named_parameters(remove_duplicate=False))}
+    zpartition.load_own_slices(part, {key: tensors[prefix + key] for key in own if prefix + key in tensors})
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""The fused path of an inference engine: a decoder recognized in the module, over one static cache.
+
+`replace_with_kernel_inject` asks for it.  The module stays as it is, and its own forward serves every other call;
+both use the same memory.  What is not recognized is logged with the reason, and the module's forward runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from zengine.inference.cache import KVCache
+from zengine.inference.decoder import DecoderPass
+from zengine.inference.quantized_modules import QuantizedLinear, with_weights_of
+from zengine.inference.recognize import NotRecognized, recognize
+from zengine.inference.structure import Decoder
+from zengine.inference.verify import verify
+
+__all__ = ["FusedPath", "recognized", "reject_prompt"]
+
+log = logging.getLogger("zengine")
+
+
+def recognized(module: nn.Module) -> Decoder | None:
+    """Return the decoder that `module` computes, verified against it; None, with the reason logged, if it is none.
+
+    module: in eval mode, with plain weights.
+    """
+    try:
+        decoder = recognize(module)
+        found = verify(decoder, module)
+    except (NotRecognized, KeyError, TypeError, RuntimeError) as error:  # the probe calls module(ids)
+        log.warning(
+            "replace_with_kernel_inject: %s is not fused, and its own forward runs: %s", type(module).__name__, error
+        )
+        return None
+    opaque = decoder.opaque
+    log.info(
+        "replace_with_kernel_inject: %d blocks of %s fused (attention, norms, positions, cache%s); as they are: %s; "
+        "logits differ from the module's by at most %.1e",
+        *(len(decoder.blocks), type(module).__name__, "" if opaque else ", MLPs"),
+        *(", ".join(opaque) or "none", max(found.prompt_error, found.decode_error)),
+    )
+    return decoder
+
+
+def reject_prompt(length: int, limit: int) -> None:
+    """Raise RuntimeError (DeepSpeed's) if a prompt of `length` tokens exceeds max_out_tokens."""
+    if length > limit:
+        raise RuntimeError(
+            f"Input with size {length} exceeds maximum length of {limit}: pass a larger max_out_tokens to "
+            "init_inference()."
+        )
+
+
+@final
+@attrs.define(eq=False)
+class FusedPath:
+    """A decoder, and the cache that its calls share.
+
+    Invariant: `steps`, if any, has a capacity of `capacity` tokens; its slots are empty between calls.
+    """
+
+    decoder: Decoder
+    capacity: int  # tokens of a sequence, prompt and answer
+    steps: DecoderPass | None = None  # with the cache of the largest batch so far
+    timed: Callable[[], AbstractContextManager[object]] = nullcontext  # around each prefill, and each step of a batch
+
+    @classmethod
+    def of(cls, decoder: Decoder, module: nn.Module, max_out_tokens: int) -> FusedPath:
+        """Return the path with the module's present weights, for `max_out_tokens` or as many as it has positions."""
+        most = decoder.max_positions
+        capacity = max_out_tokens if most is None else min(max_out_tokens, most)
+        return cls(with_weights_of(decoder, module), capacity)
+
+    def empty_steps(self, num_slots: int) -> DecoderPass:
+        """Return a pass with at least `num_slots` empty slots; memory is allocated for the largest batch so far."""
+        if self.steps is None or self.steps.cache.num_slots < num_slots:
+            self.steps = None  # frees the smaller cache
+            self.steps = DecoderPass(self.decoder, KVCache.create(self.decoder, num_slots, self.capacity))
+        for slot in range(self.steps.cache.num_slots):
+            self.steps.cache.clear(slot)
+        return self.steps
+
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raise RuntimeError if a prompt and `new` tokens do not fit into the cache."""
+        reject_prompt(prompt, self.capacity)
+        if prompt + new - 1 > self.capacity:
+            raise RuntimeError(
+                f"a prompt of {prompt} tokens and {new} new ones exceed max_out_tokens = {self.capacity}: raise it "
+                f"in init_inference(), or ask for at most {self.capacity - prompt + 1} new tokens."
+            )
+
+    def prefill(self, steps: DecoderPass, prompts: list[Tensor]) -> Tensor:
+        """Put one prompt into each slot; return the logits after each, (prompts, vocabulary) float32.
+
+        prompts: (time,) int64 each, on the decoder's device.  Equal ones are computed once.
+        """
+        first: dict[tuple[int, ...], int] = {}
+        rows: list[Tensor] = []
+        with self.timed():
+            for slot, prompt in enumerate(prompts):
+                source = first.setdefault(tuple(prompt.tolist()), slot)
+                if source == slot:
+                    rows.append(steps.forward(prompt, slot).clone())
+                else:
+                    steps.cache.copy_prefix(source, slot, len(prompt))
+                    rows.append(rows[source])
+        return torch.stack(rows)
+
+    def step(self, steps: DecoderPass, tokens: Tensor, slots: Iterable[int], logits: Tensor) -> Tensor:
+        """Append one token to each of `slots`; return the logits with those after it in their rows.
+
+        tokens: (batch,) int64; logits: (batch, vocabulary) float32, of all slots, not changed.
+        """
+        on_device, logits = tokens.to(self.decoder.embedding.tokens.device), logits.clone()
+        with self.timed():
+            for slot in slots:
+                logits[slot] = steps.forward(on_device[slot : slot + 1], slot)
+        return logits
+
+
+def has_quantized_layers(module: nn.Module) -> bool:
+    """Return whether a layer of `module` is quantized already."""
+    return any(isinstance(each, QuantizedLinear) for each in module.modules())

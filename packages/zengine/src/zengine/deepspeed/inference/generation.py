@@ -1,0 +1,273 @@
+"""`engine.generate`: Transformers' arguments and results, with the fused path as the loop.
+
+Transformers prepares prompts, masks, logits processors and stopping criteria, and calls a decoding loop that it is
+given (`custom_generate`).  The loop here computes logits by the fused path and chooses tokens as Transformers' own
+does, so results are equal token by token, drawn ones too.  Padding is left out instead of masked.
+
+What the loop cannot do (beams, assisted decoding, hidden states, prompts as embeddings, ...) runs by the module's
+forward, whose layers are quantized as well; the argument is logged once.
+
+Tensor ranks choose one token: rank 0's scores and random state are those of all.
+
+Rejected: a Transformers cache class (its layout and calls change between versions, and each layer would still be
+called from Python).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zengine.deepspeed.inference.fused import FusedPath
+from zengine.inference.generation import Request, generate
+from zengine.inference.sampling import Sampling
+from zpartition import ModelParallelGroup
+from zpartition.tensor import agree_on_random_numbers
+
+__all__ = ["SameOnAllRanks", "fused_generate", "own_generate", "share_random_state", "unfused_argument"]
+
+_OWN = [
+    "max_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "eos_token_id",
+    "pad_token_id",
+]
+# Arguments of Transformers' generate, and the values with which the fused loop computes the same.
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "assistant_model": (None,),
+    "assistant_early_exit": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "use_mtp": (None, False),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "inputs_embeds": (None,),
+    "past_key_values": (None,),
+    "position_ids": (None,),
+    "negative_prompt_ids": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "custom_generate": (None,),
+    "synced_gpus": (None, False),
+    "cache_implementation": (None, "dynamic", "dynamic_full", "static", "hybrid"),  # the cache here is static
+}
+_READ = ("input_ids", "attention_mask", "logits_to_keep")  # arguments of the module that the loop understands
+
+
+def unfused_argument(module: nn.Module, given: Mapping[str, Any]) -> str:
+    """Return the name of an argument that the fused loop cannot honour; "" if there is none."""
+    make: Any = module.generate
+    accepted = inspect.signature(make).parameters
+    if "custom_generate" not in accepted:
+        return "custom_generate (this version of Transformers lacks it)"
+    if given.get("inputs", given.get("input_ids")) is None:
+        return "inputs"
+    sources = [given.get("generation_config"), getattr(module, "generation_config", None)]
+    for name, plain in _PLAIN.items():
+        values = [given[name]] if name in given else [getattr(each, name, None) for each in sources]
+        if any(not any(value is each or value == each for each in plain) for value in values):
+            return name
+    known = {*accepted, *_READ, *vars(sources[1]), *_PLAIN, "stop_strings", "tokenizer"}
+    return next((name for name, value in given.items() if name not in known and value is not None), "")
+
+
+def fused_generate(path: FusedPath, module: nn.Module, given: Mapping[str, Any]) -> Any:
+    """Call the module's `generate` (Transformers') with the fused loop; `given` are its arguments, by name."""
+    given = dict(given)
+    strings, tokenizer = given.pop("stop_strings", None), given.pop("tokenizer", None)
+    if strings is not None:
+        from transformers import StopStringCriteria  # the module has it
+
+        if tokenizer is None:
+            raise ValueError("generate() got stop_strings without a tokenizer: pass tokenizer=.")
+        given["stopping_criteria"] = [*(given.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+
+    def decode(
+        model: nn.Module,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        loop = _Loop(logits_processor, stopping_criteria, generation_config, given.get("streamer"))
+        return _decode(path, input_ids, model_kwargs.get("attention_mask"), loop)
+
+    make: Any = module.generate
+    return make(**given, custom_generate=decode)
+
+
+@attrs.frozen(eq=False)
+class _Loop:
+    """What Transformers has prepared."""
+
+    process: Any  # (input_ids, scores) -> scores
+    criteria: Any  # (input_ids, scores) -> (batch,) bool
+    config: Any  # GenerationConfig
+    streamer: Any
+
+
+@torch.no_grad()
+def _decode(path: FusedPath, input_ids: Tensor, mask: Tensor | None, loop: _Loop) -> Any:
+    """Prefill all rows, then alternate: process logits, choose, stop, and one pass for each row that goes on."""
+    prompts = _without_padding(input_ids, mask)
+    path.check_length(max(map(len, prompts)), loop.config.max_length - input_ids.shape[1])
+    steps = path.empty_steps(len(prompts))
+    logits = path.prefill(steps, prompts).to(input_ids.device)
+    pad = _padding_token(loop.config)
+    has_end = any(hasattr(each, "eos_token_id") for each in loop.criteria)
+    going = torch.ones(len(prompts), dtype=torch.long, device=input_ids.device)
+    kept: dict[str, list[Tensor]] = {"scores": [], "logits": []}
+    while True:
+        scores = loop.process(input_ids, logits.clone())
+        _keep(kept, loop.config, scores, logits)
+        tokens = _choose(scores, loop.config.do_sample)
+        if has_end:
+            tokens = tokens * going + pad * (1 - going)
+        input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
+        if loop.streamer is not None:
+            loop.streamer.put(tokens.cpu())
+        going = going & ~loop.criteria(input_ids, tuple(kept["scores"]) or None)
+        if not going.any():
+            break
+        rows = going.nonzero().flatten().tolist() if has_end else range(len(prompts))
+        logits = path.step(steps, tokens, rows, logits)
+    if loop.streamer is not None:
+        loop.streamer.end()
+    return _result(input_ids, kept, loop.config)
+
+
+def _padding_token(config: Any) -> int:
+    """Return the token behind the end of a sample: the config's, or the first of its end tokens, as Transformers."""
+    ends = config.eos_token_id
+    if config.pad_token_id is not None or ends is None:
+        return int(config.pad_token_id or 0)
+    return int(ends if isinstance(ends, int) else ends[0])
+
+
+def _without_padding(input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    rows = list(input_ids) if mask is None else [row[seen.bool()] for row, seen in zip(input_ids, mask)]
+    if empty := [index for index, row in enumerate(rows) if not len(row)]:
+        raise ValueError(f"prompt {empty[0]} has no tokens: its attention mask is all zeros")
+    return rows
+
+
+def _choose(scores: Tensor, is_drawn: bool) -> Tensor:
+    """Return (batch,) tokens, drawn as Transformers does."""
+    if is_drawn:
+        return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+    return scores.argmax(dim=-1)
+
+
+def _keep(kept: dict[str, list[Tensor]], config: Any, scores: Tensor, logits: Tensor) -> None:
+    if config.return_dict_in_generate:
+        if config.output_scores:
+            kept["scores"].append(scores)
+        if config.output_logits:
+            kept["logits"].append(logits)
+
+
+def _result(sequences: Tensor, kept: Mapping[str, list[Tensor]], config: Any) -> Any:
+    if not config.return_dict_in_generate:
+        return sequences
+    import transformers.generation
+
+    scores, logits = (tuple(kept[name]) or None for name in ("scores", "logits"))
+    output: Any = transformers.generation
+    return output.GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+
+
+# -- modules without Transformers' generate -------------------------------------------------------
+
+
+def own_generate(
+    path: FusedPath,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    num_return_sequences: int = 1,
+    seeds: Sequence[int] | None = None,
+    **given: Any,
+) -> Tensor:
+    """Generate for a module that has no `generate`; returns (batch * num_return_sequences, time) int64 token ids.
+
+    given: max_new_tokens (20 by default), do_sample, temperature, top_k, top_p, repetition_penalty, eos_token_id (one
+        or several), pad_token_id (the first end token by default, else 0), as in Transformers.
+    seeds: one for each sample of a prompt; by default drawn from torch's generator.
+
+    Raises TypeError for other arguments, RuntimeError for prompts that do not fit into the cache.
+    """
+    if unknown := sorted(set(given) - set(_OWN)):
+        raise TypeError(f"generate() got {', '.join(unknown)}, but accepts {', '.join(sorted(_OWN))}")
+    prompts = _without_padding(input_ids, attention_mask)
+    rule = _rule(given)
+    path.check_length(max(map(len, prompts)), rule.max_new_tokens)
+    drawn = torch.randint(2**62, (len(prompts), num_return_sequences)).tolist()
+    requests = [
+        Request(prompt=tuple(prompt.tolist()), sampling=rule, seeds=tuple(drawn[index] if seeds is None else seeds))
+        for index, prompt in enumerate(prompts)
+    ]
+    samples = generate(path.empty_steps(min(16, len(prompts) * len(requests[0].seeds))), requests)
+    pad = given.get("pad_token_id")
+    return _joined(input_ids, samples, next(iter(rule.stop_tokens), 0) if pad is None else pad)
+
+
+def _rule(given: Mapping[str, Any]) -> Sampling:
+    ends = given.get("eos_token_id")
+    is_drawn = given.get("do_sample", False)
+    return Sampling(
+        max_new_tokens=given.get("max_new_tokens") or 20,
+        temperature=given.get("temperature", 1.0) if is_drawn else 0.0,
+        top_k=given.get("top_k") or 0,
+        top_p=given.get("top_p", 1.0),
+        repetition_penalty=given.get("repetition_penalty", 1.0),
+        stop_tokens=() if ends is None else (ends,) if isinstance(ends, int) else tuple(ends),
+    )
+
+
+def _joined(input_ids: Tensor, samples: Sequence[Sequence[Any]], pad: int) -> Tensor:
+    """Return prompts with their samples, padded on the right to the longest."""
+    longest = max(len(sample.tokens) for each in samples for sample in each)
+    rows = []
+    for prompt, each in zip(input_ids, samples):
+        for sample in each:
+            tokens = [*sample.tokens, *(pad for _ in range(longest - len(sample.tokens)))]
+            rows.append(torch.cat((prompt, torch.tensor(tokens, dtype=prompt.dtype, device=prompt.device))))
+    return torch.stack(rows)
+
+
+# -- tensor ranks ---------------------------------------------------------------------------------
+
+
+@final
+@attrs.frozen(eq=False)
+class SameOnAllRanks:
+    """A logits processor that gives all ranks of a group the scores of the first."""
+
+    group: ProcessGroup | None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return rank 0's scores, (batch, vocabulary)."""
+        scores = scores.contiguous().clone()
+        zcomm.broadcast(scores, self.group, source=0, label="scores")
+        return scores
+
+
+def share_random_state(group: ProcessGroup | None, device: torch.device) -> None:
+    """Set the random states of all ranks to rank 0's: of the CPU, and of `device`."""
+    agree_on_random_numbers(ModelParallelGroup.of(group), device)

@@ -1,0 +1,83 @@
+"""Quantized models with experts over ranks: linear experts are quantized, stacked ones stay and are named."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zengine.deepspeed as deepspeed
+import zpartition
+from zcomm.testing import run_ranks
+from zengine.inference.quantized_modules import QuantizedLinear
+from zpartition.testing.expert_list_models import KINDS, ListMoE
+from zpartition.testing.expert_models import MoELanguageModel
+
+TOKENS = torch.arange(14).view(2, 7) % 20
+
+
+class Lists(nn.Module):
+    """Experts are modules with linear layers, called by several kinds of loops; (..., 8) -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(ListMoE(kind) for kind in KINDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.last(x)
+
+
+def _lists() -> tuple[bool, list[str], list[int]]:
+    """Whether outputs equal those of one rank, the experts that are quantized here, and the engine's expert ranks."""
+    rank = torch.distributed.get_rank()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(rank))
+    whole = deepspeed.init_inference(Lists(), dtype="int8")
+    split = deepspeed.init_inference(Lists(), dtype="int8", moe={"ep_size": 2})
+    quantized = [
+        name
+        for name, layer in split.module.named_modules()
+        if isinstance(layer, QuantizedLinear) and name.startswith("layers.0.experts")
+    ]
+    (group,) = split.ep_group.values()
+    assert list(split.ep_group) == [4]
+    return torch.equal(split(x), whole(x)), quantized, torch.distributed.get_process_group_ranks(group)
+
+
+def test_each_rank_quantizes_its_own_experts() -> None:
+    for rank, (equal, quantized, ranks) in enumerate(run_ranks(_lists, 2)):
+        assert equal
+        own = [f"layers.0.experts.{index}.w{number}" for index in (2 * rank, 2 * rank + 1) for number in (1, 2, 3)]
+        assert quantized == own
+        assert ranks == [0, 1]
+
+
+def _stacks() -> tuple[float, int]:
+    """Difference from one rank, and the number of experts here: stacks keep their dtype."""
+    whole = deepspeed.init_inference(MoELanguageModel(), dtype="int8")
+    split = deepspeed.init_inference(MoELanguageModel(), dtype="int8", moe={"ep_size": 2})
+    (stack,) = {len(param) for param in split.module.blocks[0].moe.experts.parameters()}
+    return float((split(TOKENS) - whole(TOKENS)).abs().max()), stack
+
+
+def test_stacked_experts_stay_as_they_are_over_ranks() -> None:
+    for error, local in run_ranks(_stacks, 2):
+        assert error < 1e-5
+        assert local == 2
+
+
+def test_what_is_not_quantized_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = MoELanguageModel()
+    stacks = [name for name, param in model.named_parameters() if param.dim() == 3]
+    with caplog.at_level(logging.INFO, "zengine"):
+        deepspeed.init_inference(model, dtype="int8")
+    (line,) = [each for each in caplog.messages if "quantized to int8" in each]
+    assert stacks
+    assert all(name in line.partition("not quantized:")[2] for name in stacks)
+    assert not zpartition.expert_shards_of(model)

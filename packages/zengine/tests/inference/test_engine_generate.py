@@ -1,0 +1,95 @@
+"""`generate` of inference engines around modules that have none: a recognized decoder generates by itself."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from small_decoders import VOCABULARY, model
+from torch import Tensor
+
+import zengine.deepspeed as deepspeed
+
+IDS = torch.tensor([[3, 1, 4, 1, 5], [0, 0, 9, 2, 6]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+
+
+def engine(**given: object) -> deepspeed.InferenceEngine:
+    return deepspeed.init_inference(model(), {"dtype": "fp32", "replace_with_kernel_inject": True, **given})
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    """Tokens of the module, one whole pass for each."""
+    subject, tokens = model(), list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            tokens.append(int(subject(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_tokens_follow_each_prompt_without_its_padding() -> None:
+    found = engine().generate(IDS, MASK, max_new_tokens=6)
+    wanted = [greedy([3, 1, 4, 1, 5], 6), greedy([9, 2, 6], 6)]
+    assert torch.equal(found, torch.cat((IDS, torch.tensor(wanted)), dim=1))
+
+
+def test_rows_end_with_end_tokens_and_are_padded() -> None:
+    wanted = greedy([3, 1, 4, 1, 5], 6)
+    end = wanted[2]
+    first = wanted.index(end)
+    found = engine().generate(IDS, MASK, max_new_tokens=6, eos_token_id=end)
+    assert found[0, 5:].tolist() == [*wanted[: first + 1], *[end] * (found.shape[1] - 5 - first - 1)]
+    other = engine().generate(IDS, MASK, max_new_tokens=6, eos_token_id=[end, VOCABULARY - 1], pad_token_id=30)
+    assert set(other[0, 5 + first + 1 :].tolist()) <= {30}
+
+
+def test_samples_depend_on_seeds_and_torchs_generator() -> None:
+    subject = engine()
+
+    def drawn(**given: object) -> Tensor:
+        return subject.generate(
+            IDS, MASK, max_new_tokens=8, do_sample=True, temperature=1.5, top_k=20, num_return_sequences=2, **given
+        )
+
+    torch.manual_seed(1)
+    first, second = drawn(), drawn()
+    torch.manual_seed(1)
+    assert torch.equal(drawn(), first)
+    assert not torch.equal(second, first)
+    assert first.shape == (4, 13)
+    assert not torch.equal(first[0], first[1])
+    seeded = drawn(seeds=(5, 6))
+    alone = subject.generate(IDS[1:, 2:], max_new_tokens=8, do_sample=True, temperature=1.5, top_k=20, seeds=(6,))
+    assert torch.equal(seeded[3, 5:], alone[0, 3:]), "a sample does not depend on its batch"
+
+
+def test_what_it_does_not_know_is_named() -> None:
+    subject = engine(max_out_tokens=8)
+    with pytest.raises(TypeError, match=r"generate.. got num_beams, but accepts do_sample, eos_token_id"):
+        subject.generate(IDS, num_beams=2)
+    with pytest.raises(RuntimeError, match="5 tokens and 5 new ones exceed max_out_tokens = 8"):
+        subject.generate(IDS, max_new_tokens=5)
+    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+        subject.generate(IDS, torch.tensor([[1] * 5, [0] * 5]))
+
+
+def test_quantized_decoders_generate_with_their_codes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "zengine"):
+        subject = engine(quant={"weight": {"num_bits": 8}})
+    assert "2 blocks of Model fused (attention, norms, positions, cache, MLPs); as they are: none" in caplog.text
+    found = subject.generate(IDS[:1], max_new_tokens=4)[0, 5:].tolist()
+    tokens = IDS[0].tolist()
+    for token in found:
+        logits = subject(torch.tensor([tokens]))[0, -1]
+        assert logits[token] >= logits.max() - 1e-3
+        tokens.append(token)
+
+
+def test_without_injection_there_is_no_generate() -> None:
+    with pytest.raises(AttributeError, match=r"Model has no generate.. and is no fused decoder.*replace_with_kernel"):
+        deepspeed.init_inference(model(), dtype="fp32").generate(IDS)
+    subject = engine()
+    subject.generate(IDS, max_new_tokens=2)
+    subject.destroy()
+    assert subject.generate(IDS, max_new_tokens=2).shape == (2, 7)
