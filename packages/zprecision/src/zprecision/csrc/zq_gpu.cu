@@ -300,17 +300,17 @@ typedef struct {
 } zq_held;
 
 /* Load block `block` of a row and the next one; of the last row, itself again instead of what follows. */
-ZQ_FN void fetch(const zq_matrix *m, int64_t row, int block, zq_held *held) {
-  const int64_t last = m->rows - 1;
-  if (block >= (int)m->blocks) block = (int)m->blocks - 1;
+ZQ_FN void fetch(const zq_matrix *m, uint32_t row, uint32_t block, zq_held *held) {
+  const uint32_t last = (uint32_t)m->rows - 1, end = (uint32_t)m->blocks - 1;
+  if (block > end) block = end;
   ZK_UNROLL
-  for (int r = 0; r < 2; r++) {
-    const int64_t mine = row + r < last ? row + r : last;
-    const uint64_t from = m->codes + (uint64_t)(mine * m->code_stride) + (uint64_t)(uint32_t)(block * 16 * ZQ_PIECES);
+  for (uint32_t r = 0; r < 2; r++) {
+    const uint32_t mine = row + r < last ? row + r : last;
+    const uint64_t from = m->codes + (uint64_t)mine * (uint32_t)m->code_stride + block * (16 * ZQ_PIECES);
     ZK_UNROLL
     for (int piece = 0; piece < ZQ_PIECES; piece++) zk_load16(from + 16 * piece, held->words[r] + 4 * piece);
     if (m->each) {
-      const uint64_t at = 2 * ((uint64_t)(mine * m->scale_stride) + (uint32_t)(block >> m->each / 2));
+      const uint64_t at = 2 * ((uint64_t)mine * (uint32_t)m->scale_stride + (block >> (uint32_t)m->each / 2));
       held->step[r] = zq_load2(m->scales + at);
       if (ZQ_MINS) held->low[r] = zq_load2(m->mins + at);
     }
@@ -387,7 +387,7 @@ ZQ_FN void quantize_chunk(const zq_products_args *a, const zq_matrix *m, zq_stag
 }
 
 /* Sum of a group of 2 or 4 blocks, in their order, right in the lane of the first. */
-ZQ_FN float in_order(float x, int each) {
+ZQ_FN float in_order(float x, uint32_t each) {
   if (each <= 1) return x;
   float sum = x + zq_across_float(x, 1);
   if (each == 4) {
@@ -398,8 +398,9 @@ ZQ_FN float in_order(float x, int each) {
 }
 
 /* Multiply two rows by this lane's block of the chunk. */
-ZQ_FN void multiply(const zq_matrix *m, zq_stage *s, const zq_held *held, int pair, int block) {
-  const int each = (int)m->each, place = block >> each / 2, is_first = each <= 1 || (block & (each - 1)) == 0;
+ZQ_FN void multiply(const zq_matrix *m, zq_stage *s, const zq_held *held, uint32_t pair, uint32_t block) {
+  const uint32_t each = (uint32_t)m->each, place = block >> each / 2;
+  const int is_first = each <= 1 || (block & (each - 1)) == 0;
   uint32_t w[2][8];
   ZK_UNROLL
   for (int r = 0; r < 2; r++) {
@@ -419,7 +420,7 @@ ZQ_FN void multiply(const zq_matrix *m, zq_stage *s, const zq_held *held, int pa
       for (int k = 0; k < 4; k++) sum = zq_dot4(w[r][k + 4], high.x[k], sum);
       float term = in_order((zq_float(sum) - ZQ_MAGIC) * scale, each);
       if (each) term *= zq_from_f16(held->step[r]);
-      const int line = (2 * pair + r) * ZQ_TOKENS + t;
+      const uint32_t line = (2 * pair + r) * ZQ_TOKENS + t;
       if (is_first) s->terms[0][line][place] = term;
       if (ZQ_MINS && each && is_first) s->terms[ZQ_MINS][line][place] = input * zq_from_f16(held->low[r]);
     }
@@ -432,7 +433,7 @@ typedef struct {
 } zq_sums;
 
 ZQ_FN void add_chunk(const zq_matrix *m, const zq_stage *s, int blocks, zq_sums *sums) {
-  const int line = (int)threadIdx.x, count = blocks >> m->each / 2;
+  const int line = (int)threadIdx.x, count = blocks >> (uint32_t)m->each / 2;
   ZK_UNROLL_16
   for (int k = 0; k < count; k++) {
     sums->total += s->terms[0][line][k];
@@ -465,10 +466,10 @@ ZK_KERNEL(ZQ_RESIDENT, zq_products, zq_products_args) {
   ZK_SHARED zq_stage stage;
   ZK_SHARED zq_matrix matrix;
   const int64_t panel = blockIdx.x / (uint32_t)a.tiles, token = (blockIdx.x % (uint32_t)a.tiles) * ZQ_TOKENS;
-  const int pair = (int)(threadIdx.x / 32), lane = (int)(threadIdx.x % 32);
+  const uint32_t pair = threadIdx.x / 32, lane = threadIdx.x % 32;
   const zq_matrix *m = &matrix;
   begin(&a, panel, &matrix);
-  const int64_t first_row = (panel - m->first) * ZQ_ROWS;
+  const uint32_t first_row = (uint32_t)(panel - m->first) * ZQ_ROWS;
   const int blocks = (int)m->blocks, is_adding = threadIdx.x < ZQ_ROWS * ZQ_TOKENS;
   zq_held now, next;
   zq_sums sums = {0, 0};
@@ -480,8 +481,8 @@ ZK_KERNEL(ZQ_RESIDENT, zq_products, zq_products_args) {
     ZK_NO_UNROLL
     for (int run = 0; run < ZQ_CHUNK && from + run < blocks; run += 32) {
       now = next;
-      fetch(m, first_row + 2 * pair, from + run + 32 + lane, &next);
-      multiply(m, &stage, &now, pair, run + lane);
+      fetch(m, first_row + 2 * pair, (uint32_t)(from + run + 32) + lane, &next);
+      multiply(m, &stage, &now, pair, (uint32_t)run + lane);
     }
     __syncthreads();
     if (is_adding) add_chunk(m, &stage, blocks - from < ZQ_CHUNK ? blocks - from : ZQ_CHUNK, &sums);
