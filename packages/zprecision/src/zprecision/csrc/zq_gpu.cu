@@ -6,8 +6,8 @@
  *
  * zq_products multiplies 16 rows and up to 8 tokens a block of threads.  A warp has two rows; a lane, one block of 32
  * codes of each at a time, 16 bytes of 4-bit codes: a warp reads 512 adjacent bytes of a row, and the next 512 are on
- * their way.  The activation is quantized by every block of threads into its shared memory, because a launch for it
- * alone would take as long as a small product.  The order of the sum is that of a CPU: lanes leave the terms of their
+ * their way.  The activation of one token is quantized by every block of threads into its shared memory, because a launch
+ * for it alone would take as long as a small product; several tokens are quantized by zq_activations.  The order of the sum is that of a CPU: lanes leave the terms of their
  * groups in shared memory, and one thread for each row and token adds them from first to last.  Rejected: adding lanes
  * by shuffles (0.2 us less at the end of a block of threads, and other bits than a CPU's); weights in a second order
  * with a row a lane (twice the memory); half precision as in other kernels (dot products of bytes multiply as fast, are
@@ -23,7 +23,92 @@
 #define ZQ_WARPS (ZQ_THREADS / 32)
 #define ZQ_BLOCK 32
 
+/* Activations ------------------------------------------------------------------------------------------ */
+
+typedef struct {
+  uint64_t x, scratch; /* (tokens, columns); codes, scales and sums of the blocks of all tokens, or 0 for one token */
+  int64_t tokens, columns, blocks, dtype; /* blocks of 32 of a token, up to whole groups of any size */
+} zq_input;
+
+/* Load 8 elements from element `k` of a token on, 0 beyond the end. */
+ZQ_FN void load_eight(const zq_input *a, int64_t token, int64_t k, float *x) {
+  const uint64_t width = a->dtype == ZQ_F32 ? 4 : 2;
+  const uint64_t row = a->x + (uint64_t)(token * a->columns) * width, from = row + (uint64_t)k * width;
+  uint32_t words[8];
+  if (token < a->tokens && k + 8 <= a->columns && from % 16 == 0) {
+    zk_load16(from, words);
+    if (a->dtype == ZQ_F32) zk_load16(from + 16, words + 4);
+    ZK_UNROLL
+    for (int j = 0; j < 8; j++)
+      x[j] = a->dtype == ZQ_F32 ? zq_float(words[j]) : zq_widened(a->dtype, words[j / 2] >> 16 * (j & 1) & 0xffffu);
+  } else {
+    for (int j = 0; j < 8; j++)
+      x[j] = token < a->tokens && k + j < a->columns ? zq_element(a->dtype, row, k + j) : 0.0f;
+  }
+}
+
+/* Codes of 8 elements, and the scale and the sum of their block, which four lanes share. */
+typedef struct {
+  uint32_t words[2], sum;
+  float scale;
+} zq_eight;
+
+ZQ_FN zq_eight quantize_eight(const float *x) {
+  zq_eight found = {{0, 0}, 0, 0.0f};
+  uint32_t peak = 0;
+  ZK_UNROLL
+  for (int j = 0; j < 8; j++) {
+    const uint32_t bits = zq_bits(x[j]) & 0x7fffffffu;
+    peak = bits > peak ? bits : peak;
+  }
+  ZK_UNROLL
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const uint32_t other = zq_across(peak, distance);
+    peak = other > peak ? other : peak;
+  }
+  const int is_finite = peak < ZQ_INFINITE, is_zero = peak < ZQ_TINY;
+  const float inverse = is_zero ? 0.0f : 127.0f / zq_float(peak);
+  found.scale = !is_finite ? zq_float(0x7fc00000u) : is_zero ? 0.0f : zq_float(peak) / 127.0f;
+  ZK_UNROLL
+  for (int half = 0; half < 2; half++) {
+    ZK_UNROLL
+    for (int j = 0; j < 4; j++) found.words[half] |= (zq_bits(x[4 * half + j] * inverse + ZQ_MAGIC) & 255u) << 8 * j;
+    if (!is_finite) found.words[half] = 0;
+    found.sum = zq_dot4(found.words[half], 0x01010101u, found.sum);
+  }
+  ZK_UNROLL
+  for (int distance = 1; distance < 4; distance *= 2) found.sum += zq_across(found.sum, distance);
+  return found;
+}
+
+/* Addresses of a block in the scratch: 32 codes; scales follow all codes, and sums all scales. */
+typedef struct {
+  uint64_t codes, scale, sum;
+} zq_place;
+
+ZQ_FN zq_place place_of(const zq_input *a, int64_t token, int64_t block) {
+  const uint64_t all = (uint64_t)(a->tokens * a->blocks), index = (uint64_t)(token * a->blocks + block);
+  const zq_place at = {a->scratch + 32 * index, a->scratch + 32 * all + 4 * index, a->scratch + 36 * all + 4 * index};
+  return at;
+}
+
 #ifndef ZQ_TOKENS
+
+/* Quantize activations into the scratch, for products of several tokens: 8 elements a thread. */
+ZK_KERNEL(4, zq_activations, zq_input) {
+  const int64_t index = (int64_t)blockIdx.x * ZQ_THREADS + threadIdx.x, block = index / 4;
+  const int64_t token = block / a.blocks, mine = block - token * a.blocks, quad = index % 4;
+  float x[8];
+  load_eight(&a, token, mine * ZQ_BLOCK + 8 * quad, x);
+  const zq_eight found = quantize_eight(x);
+  if (token >= a.tokens) return;
+  const zq_place at = place_of(&a, token, mine);
+  const uint32_t scale = zq_bits(found.scale);
+  zk_store8(at.codes + 8 * (uint64_t)quad, found.words);
+  if (quad) return;
+  zk_store4(at.scale, &scale);
+  zk_store4(at.sum, &found.sum);
+}
 
 /* Quantization: a group a warp ------------------------------------------------------------------------- */
 
@@ -273,8 +358,8 @@ typedef struct {
 } zq_matrix;
 
 typedef struct {
-  uint64_t x; /* (tokens, columns) */
-  int64_t tokens, columns, dtype, num_matrices, tiles;
+  zq_input input;
+  int64_t num_matrices, tiles;
   zq_matrix matrices[ZQ_MATRICES];
 } zq_products_args;
 
@@ -323,68 +408,43 @@ ZQ_FN uint32_t signed_word(const uint32_t *words, int k, uint32_t flip) {
   return (k < 4 ? words[k & 3] : words[k & 3] >> 4) & 0x0f0f0f0fu;
 }
 
-/* Load 8 elements from element `k` of a token on, 0 beyond the end. */
-ZQ_FN void load_eight(const zq_products_args *a, int64_t token, int64_t k, float *x) {
-  const uint64_t width = a->dtype == ZQ_F32 ? 4 : 2;
-  const uint64_t row = a->x + (uint64_t)(token * a->columns) * width, from = row + (uint64_t)k * width;
-  uint32_t words[8];
-  if (token < a->tokens && k + 8 <= a->columns && from % 16 == 0) {
-    zk_load16(from, words);
-    if (a->dtype == ZQ_F32) zk_load16(from + 16, words + 4);
-    ZK_UNROLL
-    for (int j = 0; j < 8; j++)
-      x[j] = a->dtype == ZQ_F32 ? zq_float(words[j]) : zq_widened(a->dtype, words[j / 2] >> 16 * (j & 1) & 0xffffu);
-  } else {
-    for (int j = 0; j < 8; j++)
-      x[j] = token < a->tokens && k + j < a->columns ? zq_element(a->dtype, row, k + j) : 0.0f;
-  }
-}
+#if ZQ_TOKENS == 1
 
-/* Quantize 8 elements of a block; its four lanes share the peak and the sum. */
-ZQ_FN void quantize_eight(zq_stage *s, int token, int block, int quad, uint32_t offset, const float *x) {
-  uint32_t peak = 0, sum = 0, words[2];
-  ZK_UNROLL
-  for (int j = 0; j < 8; j++) {
-    const uint32_t bits = zq_bits(x[j]) & 0x7fffffffu;
-    peak = bits > peak ? bits : peak;
-  }
-  ZK_UNROLL
-  for (int distance = 1; distance < 4; distance *= 2) {
-    const uint32_t other = zq_across(peak, distance);
-    peak = other > peak ? other : peak;
-  }
-  const int is_finite = peak < ZQ_INFINITE, is_zero = peak < ZQ_TINY;
-  const float inverse = is_zero ? 0.0f : 127.0f / zq_float(peak);
-  const float scale = !is_finite ? zq_float(0x7fc00000u) : is_zero ? 0.0f : zq_float(peak) / 127.0f;
-  ZK_UNROLL
-  for (int half = 0; half < 2; half++) {
-    words[half] = 0;
-    ZK_UNROLL
-    for (int j = 0; j < 4; j++) words[half] |= (zq_bits(x[4 * half + j] * inverse + ZQ_MAGIC) & 255u) << 8 * j;
-    if (!is_finite) words[half] = 0;
-    sum = zq_dot4(words[half], 0x01010101u, sum);
-    s->codes[token][quad / 2][block].x[2 * (quad % 2) + half] = words[half];
-  }
-  ZK_UNROLL
-  for (int distance = 1; distance < 4; distance *= 2) sum += zq_across(sum, distance);
-  if (quad == 0) {
-    s->scale[token][block] = scale;
-    s->start[token][block] = ZQ_MAGIC_BITS - offset * sum;
-    if (ZQ_MINS) s->input[token][block] = (float)(int32_t)sum * scale;
-  }
-}
-
-/* Quantize a chunk of the activations, from block `first` on. */
-ZQ_FN void quantize_chunk(const zq_products_args *a, const zq_matrix *m, zq_stage *s, int64_t token, int first) {
+/* Quantize a chunk of the activation, from block `first` on. */
+ZQ_FN void take_chunk(const zq_products_args *a, const zq_matrix *m, zq_stage *s, int64_t token, int first) {
   ZK_NO_UNROLL
-  for (int k = 0; k < ZQ_TOKENS * ZQ_CHUNK * 4; k += ZQ_THREADS) {
-    const int index = k + (int)threadIdx.x, quad = index % 4, block = index / 4 % ZQ_CHUNK;
-    const int mine = index / (4 * ZQ_CHUNK);
+  for (int k = 0; k < ZQ_CHUNK * 4; k += ZQ_THREADS) {
+    const int index = k + (int)threadIdx.x, quad = index % 4, block = index / 4;
     float x[8];
-    load_eight(a, token + mine, (first + block) * ZQ_BLOCK + 8 * quad, x);
-    quantize_eight(s, mine, block, quad, (uint32_t)m->offset, x);
+    load_eight(&a->input, token, (first + block) * ZQ_BLOCK + 8 * quad, x);
+    const zq_eight found = quantize_eight(x);
+    s->codes[0][quad / 2][block].x[2 * (quad % 2)] = found.words[0];
+    s->codes[0][quad / 2][block].x[2 * (quad % 2) + 1] = found.words[1];
+    if (quad) continue;
+    s->scale[0][block] = found.scale;
+    s->start[0][block] = ZQ_MAGIC_BITS - (uint32_t)m->offset * found.sum;
+    if (ZQ_MINS) s->input[0][block] = (float)(int32_t)found.sum * found.scale;
   }
 }
+
+#else
+
+/* Copy a chunk of the activations that zq_activations has quantized, from block `first` on. */
+ZQ_FN void take_chunk(const zq_products_args *a, const zq_matrix *m, zq_stage *s, int64_t token, int first) {
+  const int index = (int)threadIdx.x, mine = index / ZQ_CHUNK, block = index % ZQ_CHUNK;
+  if (token + mine >= a->input.tokens || first + block >= (int)a->input.blocks) return;
+  const zq_place at = place_of(&a->input, token + mine, first + block);
+  uint32_t scale, sum;
+  zk_load16(at.codes, s->codes[mine][0][block].x);
+  zk_load16(at.codes + 16, s->codes[mine][1][block].x);
+  zk_load4(at.scale, &scale);
+  zk_load4(at.sum, &sum);
+  s->scale[mine][block] = zq_float(scale);
+  s->start[mine][block] = ZQ_MAGIC_BITS - (uint32_t)m->offset * sum;
+  if (ZQ_MINS) s->input[mine][block] = (float)(int32_t)sum * zq_float(scale);
+}
+
+#endif
 
 /* Sum of a group of 2 or 4 blocks, in their order, right in the lane of the first. */
 ZQ_FN float in_order(float x, uint32_t each) {
@@ -444,13 +504,13 @@ ZQ_FN void add_chunk(const zq_matrix *m, const zq_stage *s, int blocks, zq_sums 
 
 ZQ_FN void finish(const zq_products_args *a, const zq_matrix *m, int64_t row, int64_t token, const zq_sums *sums) {
   float y = sums->total;
-  if (row >= m->rows || token >= a->tokens) return;
+  if (row >= m->rows || token >= a->input.tokens) return;
   if (!m->each) {
     y = 0.0f + y * zq_element(ZQ_F32, m->scales, row * m->scale_stride);
     if (ZQ_MINS) y += sums->inputs * zq_element(ZQ_F32, m->mins, row * m->scale_stride);
   }
   if (m->bias) y += zq_element(m->bias_dtype, m->bias, row);
-  zq_put(a->dtype, m->out, token * m->rows + row, y);
+  zq_put(a->input.dtype, m->out, token * m->rows + row, y);
 }
 
 /* Copy the matrix of this block's panel to shared memory, from where its words are read when they are needed. */
@@ -476,7 +536,7 @@ ZK_KERNEL(ZQ_RESIDENT, zq_products, zq_products_args) {
   fetch(m, first_row + 2 * pair, lane, &next);
   ZK_NO_UNROLL
   for (int from = 0; from < blocks; from += ZQ_CHUNK) {
-    quantize_chunk(&a, m, &stage, token, from);
+    take_chunk(&a, m, &stage, token, from);
     __syncthreads();
     ZK_NO_UNROLL
     for (int run = 0; run < ZQ_CHUNK && from + run < blocks; run += 32) {

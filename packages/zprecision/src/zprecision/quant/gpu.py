@@ -31,7 +31,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _RULES = {"search": 0, "amax": 1, "minmax": 2, "ggml": 3}
 _QUANTIZE = struct.Struct("<5Q8q")  # zq_quantize_args
 _DEQUANTIZE = struct.Struct("<4Q10q")  # zq_dequantize_args
-_PRODUCTS = struct.Struct("<Q5q")  # zq_products_args before its matrices
+_INPUT = struct.Struct("<2Q4q")  # zq_input
+_COUNTS = struct.Struct("<2q")  # of zq_products_args, before its matrices
 _MATRIX = struct.Struct("<5Q9q")  # zq_matrix
 _FLIP = 0x80808080  # the top bits of four codes
 
@@ -163,7 +164,8 @@ def products(
 ) -> list[Tensor] | None:
     """Return x @ matrix.T + bias for every matrix, in the dtype of x, (tokens, columns), up to 32 tokens.
 
-    A launch for up to 16 matrices of one number of bits, with or without minima.
+    A launch for up to 16 matrices of one number of bits, with or without minima; for several tokens one more before,
+    which quantizes them.
     """
     found = launcher or launcher_of(x, *(matrix.codes for matrix in matrices), *biases)
     if found is None or x.dtype not in _DTYPES or x.shape[0] > MOST_TOKENS:
@@ -172,6 +174,9 @@ def products(
         return None
     x, held = x.contiguous(), [None if bias is None else bias.contiguous() for bias in biases]
     outs = [torch.empty(len(x), matrix.rows, dtype=x.dtype, device=x.device) for matrix in matrices]
+    if not any(out.numel() for out in outs):
+        return outs
+    source = _input(x, found)
     kinds: dict[tuple[int, bool], list[int]] = {}
     for index, matrix in enumerate(matrices):
         if outs[index].numel():
@@ -180,28 +185,45 @@ def products(
         for first in range(0, len(members), MOST_MATRICES):
             chosen = members[first : first + MOST_MATRICES]
             rows = [(matrices[index], held[index], outs[index]) for index in chosen]
-            _launch(x, rows, (("ZQ_BITS", bits), ("ZQ_MINS", int(has_mins))), found)
+            _launch(source, rows, (("ZQ_BITS", bits), ("ZQ_MINS", int(has_mins))), found)
     return outs
 
 
+@attrs.frozen
+class _Input:
+    """What the kernel of products reads of the activations."""
+
+    packed: bytes  # zq_input
+    tokens: int
+    held: tuple[Tensor | None, ...]  # the tensors behind the addresses, until the products are launched
+
+
+def _input(x: Tensor, launcher: Launcher) -> _Input:
+    """Return the activations, quantized in scratch memory if they are several tokens."""
+    tokens, columns = x.shape
+    blocks = -(-columns // 128) * 4
+    scratch = None if tokens == 1 else torch.empty(tokens * blocks * 40, dtype=torch.uint8, device=x.device)
+    packed = _INPUT.pack(x.data_ptr(), _address(scratch), tokens, columns, blocks, _DTYPES[x.dtype])
+    if scratch is not None:
+        launcher.launch(Program("zq_activations"), -(-tokens * blocks * 4 // (32 * _WARPS)), packed)
+    return _Input(packed, tokens, (x, scratch))
+
+
 def _launch(
-    x: Tensor,
+    source: _Input,
     rows: Sequence[tuple[DeviceMatrix, Tensor | None, Tensor]],
     defines: tuple[tuple[str, int], ...],
     launcher: Launcher,
 ) -> None:
     """Multiply matrices of one kind: (matrix, bias, output)."""
-    tokens, columns = x.shape
-    tile = min(_TILE, 1 << (tokens - 1).bit_length())
-    tiles, first, entries = -(-tokens // tile), 0, []
+    tile = min(_TILE, 1 << (source.tokens - 1).bit_length())
+    tiles, first, entries = -(-source.tokens // tile), 0, []
     for matrix, bias, out in rows:
         entries.append(_entry(matrix, bias, out, first))
         first += -(-matrix.rows // _ROWS)
-    head = _PRODUCTS.pack(x.data_ptr(), tokens, columns, _DTYPES[x.dtype], len(rows), tiles)
     rest = bytes(_MATRIX.size * (MOST_MATRICES - len(rows)))
-    launcher.launch(
-        Program("zq_products", (("ZQ_TOKENS", tile), *defines)), first * tiles, head + b"".join(entries) + rest
-    )
+    args = b"".join([source.packed, _COUNTS.pack(len(rows), tiles), *entries, rest])
+    launcher.launch(Program("zq_products", (("ZQ_TOKENS", tile), *defines)), first * tiles, args)
 
 
 def _entry(matrix: DeviceMatrix, bias: Tensor | None, out: Tensor, first: int) -> bytes:

@@ -110,7 +110,7 @@ def test_products_have_the_bits_of_a_cpu(format: zp.Format, tokens: int, normal:
     x = normal(tokens, 360, seed=1) * 10
     x[0, :32], x[0, 40] = 0, 1e-33
     found = multiplied(x, weights, shim, bias, None)
-    assert len(shim.launched) == 1
+    assert len(shim.launched) == (1 if tokens == 1 else 2)
     assert torch.equal(found[0], zp.linear(x, zp.pack(weights[0]), bias))
     assert torch.equal(found[1], zp.linear(x, zp.pack(weights[1])))
 
@@ -140,7 +140,7 @@ def test_a_launch_multiplies_sixteen_matrices_of_one_kind(normal: Normal, shim: 
     weights[3], weights[4] = zp.quantize(normal(9, 64), "int8"), zp.quantize(normal(9, 64), "int4-minmax")
     x = normal(2, 64, seed=99)
     found = multiplied(x, weights, shim)
-    assert len(shim.launched) == 3
+    assert [program.kernel for program, _ in shim.launched] == ["zq_activations", *["zq_products"] * 3]
     for product, weight in zip(found, weights, strict=True):
         assert torch.equal(product, multiplied(x, [weight], shim)[0])
 
