@@ -1,13 +1,11 @@
 #!/usr/bin/env python3
 """Predict the time of products with quantized weights on GPUs from their machine code, without a GPU.
 
-    python packages/zprecision/bench/predicted_gpu.py --nvdisasm PATH      # prints the tables of results/
+    python packages/zprecision/bench/predicted_gpu.py --nvdisasm PATH > results/predicted-gpu.md
 
 Needs CuPy with NVRTC, nvdisasm (pip install nvidia-cuda-nvdisasm, in any environment), and the cost model of zoptim's
-bench.  Rows of 4096 elements; bytes are those of codes and scales, each read once.  A block of threads takes the path
-of aligned rows in groups of 32: the quantization of the activation, the runs of its rows, and the sum of their terms.
-One warp of eight adds terms, so a warp is given an eighth of these instructions; the last block of threads waits for
-all, about 0.3 us, which is not in the figures.  Neither are barriers.
+bench.  Not predicted: the launch that quantizes several tokens, and what blocks of threads that end last wait for the
+sum of their terms.
 """
 
 from __future__ import annotations
@@ -17,13 +15,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "zoptim" / "bench"))
 
 from gpumodel import cubin  # noqa: E402
-from gpumodel.hardware import DEVICES, LIMITS, fit  # noqa: E402
+from gpumodel.hardware import DEVICES, LIMITS, Device, fit  # noqa: E402
 from gpumodel.listing import Body, bodies, inner_loop, parse  # noqa: E402
 from gpumodel.warps import Work, bounds, point, seconds  # noqa: E402
 
@@ -49,19 +48,18 @@ def work_of(tokens: int, bits: int, nvdisasm: str) -> tuple[Work, int, int]:
     used = re.search(r"Used (\d+) registers.*?(\d+) bytes smem", log)
     assert used is not None
     run = inner_loop(*listing, "IDP", 16 * tokens)
-    quantize = inner_loop(*listing, "FCHK", 2, longest=True)  # element by element: more than with aligned rows
     add = inner_loop(*listing, "FADD", 16)
+    # of one token, element by element: more than with aligned rows; more tokens are quantized by a launch before
+    quantize = inner_loop(*listing, "FCHK", 2, longest=True) if tokens == 1 else []
+    outer = bodies(*listing)[0]
+    inner = {i.address for path in (run, add, quantize) for i in path}
+    between = [i for i in outer.loop if i.address not in inner]  # copies of activations, barriers
     chunk = 128 if tokens == 1 else 256 // tokens
     blocks = COLUMNS // 32
-    quantizations = tokens * chunk * 4 // 256 * -(-blocks // chunk)
-    entry = bodies(*listing)[0].before
-    print(
-        f"{tokens} tokens, {bits} bits: {len(run)} instructions a run, {len(quantize)} a quantization",
-        file=sys.stderr,
-    )
+    chunks = -(-blocks // chunk)
     body = Body(
-        before=(*entry, *quantize * quantizations), loop=tuple(run), after=tuple(add * (blocks // 16))[::WARPS],
-        fewest=len(run),
+        before=(*outer.before, *(quantize * (chunk * 4 // 256) + between) * chunks), loop=tuple(run),
+        after=tuple(add * (blocks // 16))[::WARPS], fewest=len(run),
     )  # fmt: skip
     work = Work(
         body=body, elements=2 * RUN, passes=COLUMNS // RUN, block_elements=PANEL * COLUMNS, block_warps=WARPS,
@@ -70,29 +68,41 @@ def work_of(tokens: int, bits: int, nvdisasm: str) -> tuple[Work, int, int]:
     return work, int(used[1]), int(used[2]) + 1024
 
 
+HEAD = f"""# Predicted times of products with quantized weights
+
+**Predicted, not measured**, by `python packages/zprecision/bench/predicted_gpu.py` for symmetric formats in groups
+of 32 and rows of {COLUMNS} elements.  A cell is the time of a launch in us, and its share of the bandwidth of a copy;
+bytes are those of codes and scales, which no cache holds.  A launch alone is 2.5 us of it.  A block of threads
+quantizes or copies the activation, multiplies its rows, and adds their terms, which occupies one warp of eight.
+"""
+
+
+def table(device: Device, works: Mapping[tuple[int, int], tuple[Work, int, int]]) -> list[str]:
+    """Return the lines of a table: bits, tokens, and a column for each number of rows."""
+    lines = [
+        f"\n## {device.name}, {device.attainable.value / 1e12} TB/s\n",
+        f"| bits | tokens | {' | '.join(f'{rows} rows' for rows in ROWS)} | limit | warps |",
+        "|--:|--:|" + "--:|" * len(ROWS) + "---|--:|",
+    ]
+    for (tokens, bits), (work, registers, shared) in works.items():
+        resident = fit(LIMITS[SM], threads=32 * WARPS, registers=registers, shared_bytes=shared)
+        at = point(device)
+        cells = []
+        for rows, time in zip(ROWS, seconds(work, resident, at, [rows * COLUMNS for rows in ROWS]), strict=True):
+            share = rows * COLUMNS * work.bytes_per_element / time / device.attainable.value
+            cells.append(f"{time * 1e6:.1f}, {share:.0%}")
+        limit = bounds(work, resident, at).limit
+        lines.append(f"| {bits} | {tokens} | {' | '.join(cells)} | {limit} | {resident.warps} |")
+    return lines
+
+
 def main() -> int:
     """Print a table for each device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvdisasm", help="path of nvdisasm; default: on PATH or in this environment's wheels")
     nvdisasm = cubin.find_nvdisasm(parser.parse_args().nvdisasm)
     works = {(tokens, bits): work_of(tokens, bits, nvdisasm) for bits in (4, 8) for tokens in (1, 2, 4, 8)}
-    for device in DEVICES.values():
-        print(
-            f"\n## {device.name}\n\nus, and share of the bandwidth of a copy ({device.attainable.value / 1e12} TB/s)\n"
-        )
-        print(f"| bits | tokens | {' | '.join(f'{rows} x {COLUMNS}' for rows in ROWS)} | limit | warps |")
-        print("|--:|--:|" + "--:|" * len(ROWS) + "---|--:|")
-        for (tokens, bits), (work, registers, shared) in works.items():
-            resident = fit(LIMITS[SM], threads=32 * WARPS, registers=registers, shared_bytes=shared)
-            at = point(device)
-            times = seconds(work, resident, at, [rows * COLUMNS for rows in ROWS])
-            moved = [rows * COLUMNS * work.bytes_per_element for rows in ROWS]
-            cells = [
-                f"{t * 1e6:.1f}, {m / t / device.attainable.value:.0%}" for t, m in zip(times, moved, strict=True)
-            ]
-            print(
-                f"| {bits} | {tokens} | {' | '.join(cells)} | {bounds(work, resident, at).limit} | {resident.warps} |"
-            )
+    print("\n".join([HEAD.rstrip(), *(line for device in DEVICES.values() for line in table(device, works))]))
     return 0
 
 
