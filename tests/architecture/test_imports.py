@@ -17,7 +17,7 @@ import sources
 # Everything outside the standard library that a package may import.
 MAY_IMPORT = {
     "zcomm": {"torch", "numpy", "attrs", "cffi"},
-    "zprecision": {"torch", "numpy", "attrs", "cffi"},
+    "zprecision": {"torch", "numpy", "attrs", "cffi", "cupy"},
     "zpartition": {"torch", "numpy", "attrs", "zcomm"},
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
     "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec", "shtab"},
@@ -421,7 +421,7 @@ def is_private(name: str) -> bool:
 
 
 # Dependencies of an optional dependency, imported only with it.
-COMES_WITH_OPTIONAL = {"zoptim": {"numpy"}}  # CuPy's
+COMES_WITH_OPTIONAL = {"zoptim": {"numpy"}, "zprecision": {"numpy"}}  # CuPy's
 # Imports of compiled modules.
 NEEDED_BY_EXTENSIONS = {"zcomm": {"cffi"}, "zprecision": {"cffi"}, "zoptim": {"cffi"}}
 

@@ -94,6 +94,16 @@ def test_packages_with_kernels_share_one_build_hook() -> None:
     assert len(set(hooks.values())) == 1, "copy the changed packages/*/hatch_build.py over the others"
 
 
+GPU_FILES = ("src/{}/backends/gpu/compiler.py", "src/{}/csrc/zk_gpu.h", "tests/shim/cuda_shim.h", "tests/shim/shim.c")
+
+
+@pytest.mark.parametrize("file", GPU_FILES)
+def test_packages_with_gpu_kernels_share_prelude_compiler_and_shim(file: str) -> None:
+    """Each has a copy, as of the build hook."""
+    copies = [repo.package_folder(name) / file.format(name) for name in ("zoptim", "zprecision")]
+    assert copies[0].read_text() == copies[1].read_text(), f"copy the changed {file} over the other"
+
+
 @each_package
 def test_test_folders_are_no_packages_and_share_no_conftest(package: str) -> None:
     tests = repo.package_folder(package) / "tests"

@@ -56,6 +56,12 @@ def _kernel_bit() -> AbstractContextManager[None]:
     return _wrapped(GpuJob, "step", after=lambda job, _: _flip(job._streams.weights[0]))
 
 
+def _product_bit() -> AbstractContextManager[None]:
+    from zprecision.quant import gpu
+
+    return _wrapped(gpu, "products", after=lambda _, made: _flip(made[0]))
+
+
 def _batch_bit() -> AbstractContextManager[None]:
     from zengine.data.loaders import fetch
     from zengine.data.tree import iter_tensors
@@ -95,6 +101,7 @@ def _without(module: str, text: str) -> Callable[[], AbstractContextManager[None
 _MOVER, _FETCH, _SAVES = "zpartition.memory.mover", "zengine.data.loaders.fetch", "zckpt.saving.background"
 PLANTS = {
     "kernel-bit": Plant("kernel-bits", _kernel_bit),
+    "product-bit": Plant("quantized", _product_bit),
     "offload-bit": Plant("offload", _offload_bit),
     "saved-bit": Plant("checkpoints", _saved_bit),
     "batch-bit": Plant("loaders", _batch_bit),

@@ -33,6 +33,7 @@ PIECES = (
     Piece("offload", "offload to the host", "offload:host", 480, ("zpartition",)),
     Piece("disk", "offload to disk", "offload:disk", 480, ("zpartition",)),
     Piece("float8", "products in 8-bit floats", "products:float8", 180, ("zprecision",)),
+    Piece("quantized", "products with quantized weights", "products:quantized_weights", 240, ("zprecision",)),
     Piece("grouped", "grouped products of experts", "products:grouped", 180, ("zpartition",)),
     Piece("graphs", "whole steps in CUDA graphs", "graphs:steps", 240, ("zengine",)),
     Piece("checkpoints", "checkpoints of CUDA tensors", "checkpoints:run", 300, ("zckpt", "zengine")),

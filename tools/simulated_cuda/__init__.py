@@ -19,7 +19,7 @@ is poisoned and handed out again.
     site/sitecustomize.py loads the library before torch, in every process
     library.py            the library as Python sees it
     torch_cuda.py         torch.cuda on top of it
-    fake_cupy.py          CuPy over the CPU shim of zoptim's tests
+    fake_cupy.py          CuPy over the CPU shim of the kernels' tests
     plugin.py             pytest: the schedule, and a violation fails its test
 
 What it does not show: speed, NCCL, cuDNN's and cuBLAS's bits, the driver's errors.

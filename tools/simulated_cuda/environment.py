@@ -16,7 +16,10 @@ CACHE = SITE.parent.parent.parent / ".cache" / "simulated_cuda"
 
 # A few of each kind: continuous integration runs these.
 FIXED = (
-    *(f"tests/simulated/test_{name}.py" for name in ("order", "device", "waits", "host_waits", "captured_step")),
+    *(
+        f"tests/simulated/test_{name}.py"
+        for name in ("order", "device", "waits", "host_waits", "captured_step", "quantized")
+    ),
     "packages/zpartition/tests/memory/test_mover.py",
     "packages/zpartition/tests/activations",
     "packages/zoptim/tests/backends/gpu/test_launch_device.py",
@@ -60,7 +63,8 @@ def simulated(environ: Mapping[str, str]) -> dict[str, str]:
         **environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "ZCOMM_TESTING_BACKEND": "cpu:gloo,cuda:nccl",
-        "ZOPTIM_CACHE": str(CACHE / "zoptim"),  # "binaries" of this device are paths of shared objects
+        # "binaries" of this device are paths of shared objects
+        **{f"{name.upper()}_CACHE": str(CACHE / name) for name in ("zoptim", "zprecision")},
     }
 
 

@@ -1,7 +1,7 @@
-"""CuPy's place: kernels are compiled for the CPU by the shim of zoptim's tests, and launched on simulated streams.
+"""CuPy's place: kernels are compiled for the CPU by the shim of their tests, and launched on simulated streams.
 
-Only what zoptim calls.  A launch runs at once, behind everything that its stream waits for, because the order checker
-learns from the shim's loads and stores what a kernel touches.
+Only what zoptim and zprecision call.  A launch runs at once, behind everything that its stream waits for, because the
+order checker learns from the shim's loads and stores what a kernel touches.
 """
 
 from __future__ import annotations

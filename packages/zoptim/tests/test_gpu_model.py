@@ -21,7 +21,7 @@ sys.path.append(str(BENCH))
 import predicted as table_of_predictions  # noqa: E402
 from gpumodel import cubin, pages, variants  # noqa: E402
 from gpumodel.hardware import DEVICES, LIMITS, Guess, fit, pipe_of  # noqa: E402
-from gpumodel.listing import Body, Instruction, bodies, parse  # noqa: E402
+from gpumodel.listing import Body, Instruction, bodies, inner_loop, parse  # noqa: E402
 from gpumodel.warps import Work, alone, bounds, point, seconds  # noqa: E402
 from predicted import device_of, error, predicted, verdict  # noqa: E402
 
@@ -105,6 +105,17 @@ def test_the_fast_path_has_the_wide_accesses_no_call_and_the_longer_of_equal_way
     assert {i.address for i in body.loop} >= {0xB0, 0x100}, "with decay, and the root within range"
     assert body.fewest == len(body.loop) - 1
     assert [i.op for i in body.before] == ["LDC", "LDG.E", "EXIT"]
+
+
+def test_the_smallest_loop_with_an_opcode_is_found_and_its_shorter_path() -> None:
+    code, labels = parse(LISTING)["zk_update"]
+    loop = inner_loop(code, labels, "MUFU", 1)
+    assert (loop[0].address, loop[-1].address) == (0x30, 0x120), "what is before and after the loop is not part of it"
+    assert {i.op for i in loop if i.is_global} == {"LDG.E.128", "STG.E.128"}
+    assert 0xB0 not in {i.address for i in loop}
+    assert 0xB0 in {i.address for i in inner_loop(code, labels, "MUFU", 1, longest=True)}
+    with pytest.raises(ValueError, match="no loop has 2 instructions MUFU"):
+        inner_loop(code, labels, "MUFU", 2)
 
 
 def test_text_that_is_no_listing_raises() -> None:

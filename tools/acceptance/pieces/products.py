@@ -1,22 +1,25 @@
-"""Products that need hardware: 8-bit floats, and grouped products of experts."""
+"""Products that need hardware: 8-bit floats, quantized weights, and grouped products of experts."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from acceptance.bench import Bench, NotRunHere
+import zprecision
+from acceptance.bench import Bench, NotRunHere, differing
 from acceptance.verdict import Figure
 from zpartition._compat import has_grouped_mm
 from zpartition.experts.mlp import grouped_linear, runs
 from zprecision import Float8, has_float8
+from zprecision.backends.gpu.launch import has_gpu_kernels
 from zprecision.float8 import quantized
 
-__all__ = ["float8", "grouped"]
+__all__ = ["float8", "grouped", "quantized_weights"]
 
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 2**-12}  # of a result's norm
 
@@ -62,6 +65,53 @@ def float8(bench: Bench) -> None:
         narrow = bench.seconds(lambda: model(x).backward(grad)) * 1e3
     wide = bench.seconds(lambda: model(x).backward(grad)) * 1e3
     bench.figure(Figure(name="a layer in 8-bit floats beside bf16", unit="ms", measured=narrow, peer=wide))
+
+
+FORMATS = ("int4", "int4-g64-minmax", "int4-g128-amax", "int4-row", "int8", "int8-row-minmax", "q4_0", "q8_0")
+
+
+def quantized_weights(bench: Bench) -> None:
+    """Compare codes, values and products with those of the CPU, bit for bit; time one token against a copy."""
+    if not has_gpu_kernels(bench.device):
+        raise NotRunHere(zprecision.kernels().gpu)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 1120, generator=generator) for rows in (200, 32))
+    bias = torch.randn(200, generator=generator).bfloat16()
+    faults: dict[str, list[str]] = {"codes and scales": [], "values": [], "products": []}
+    for name in bench.choose(FORMATS, ("int4", "int8-row-minmax")):
+        here, there = (zprecision.quantize(each, name) for each in (weight, weight.to(bench.device)))
+        pairs = {"codes and scales": [[*each.parts().values()] for each in (there, here)]}
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        pairs["values"] = [[each.dequantize(dtype) for dtype in dtypes] for each in (there, here)]
+        if zprecision.kernels().levels:
+            tokens = bench.choose([(n, dtype) for n in (1, 2, 4, 7, 32) for dtype in dtypes], [(2, torch.bfloat16)])
+            given = [x[:n].to(dtype) for n, dtype in tokens]
+            pairs["products"] = [
+                [zprecision.linear(each.to(form.device), form, bias.to(form.device)) for each in given]
+                for form in (there, here)
+            ]
+        for what, both in pairs.items():
+            faults[what] += [f"{name}: {fault}" for fault in differing(*both)]
+    for what, found in faults.items():
+        if what == "products" and not zprecision.kernels().levels:
+            bench.skip("products against the C kernels", zprecision.kernels().cpu)
+        else:
+            bench.check(f"{what} of quantized weights have the bits of the CPU", found)
+    for name in ("int4", "int8"):
+        product_speed(bench, name)
+
+
+def product_speed(bench: Bench, name: str) -> None:
+    """Time one token by eight weights, more bytes than caches hold, against a copy that moves as many."""
+    size = bench.choose(8192, 64)
+    weights = [zprecision.quantize(torch.randn(size, size, device=bench.device), name) for _ in range(8)]
+    x = torch.randn(1, size, device=bench.device).bfloat16()
+    num_bytes = sum(weight.nbytes for weight in weights)
+    source, target = (torch.empty(num_bytes // 2, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    work = {"ours": lambda: zprecision.linear_many(x, weights), "copy": lambda: target.copy_(source)}
+    taken = {each: statistics.median(times) for each, times in bench.times(work, 15).items()}
+    share = taken["copy"] / taken["ours"]
+    bench.figure(Figure(name=f"one token by {name} weights: bandwidth", unit="of a copy", measured=share))
 
 
 def grouped(bench: Bench) -> None:

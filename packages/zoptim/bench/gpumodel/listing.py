@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-__all__ = ["Body", "Instruction", "bodies", "parse"]
+__all__ = ["Body", "Instruction", "bodies", "inner_loop", "parse"]
 
 _LINE = re.compile(
     r"^\s+/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@(?P<guard>!?U?P(?:\d|T))\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<rest>[^;]*);"
@@ -147,6 +147,27 @@ def bodies(code: Sequence[Instruction], labels: Mapping[str, int]) -> list[Body]
     return found or [Body(before=tuple(whole), loop=(), after=(), fewest=0)]
 
 
+def inner_loop(
+    code: Sequence[Instruction], labels: Mapping[str, int], name: str, count: int, *, longest: bool = False
+) -> list[Instruction]:
+    """Return a path of most bytes through the smallest loop with `count` instructions of an opcode, on any path.
+
+    Of equal paths, the longest or the shortest.  For kernels with several loops inside one, which `bodies` takes as a
+    whole.  Raises ValueError if there is none.
+    """
+    graph = _Graph.of(code, labels)
+    loops = {header: graph.inside(header) for header in graph.headers()}
+    names = {header: [i.name for at in inside for i in graph.blocks[at]] for header, inside in loops.items()}
+    fitting = [header for header, found in names.items() if found.count(name) >= count]
+    if not fitting:
+        raise ValueError(f"no loop has {count} instructions {name}")
+    header = min(fitting, key=lambda each: len(names[each]))
+    inside = loops[header]
+    edges = {at: tuple(to for to in graph.edges[at] if to in inside) for at in inside}
+    path = _Graph({at: graph.blocks[at] for at in inside}, edges, header).path(header, {header}, longest=longest)
+    return path or []
+
+
 def _weight(path: Iterable[Instruction], longest: bool = True) -> tuple[int, int, int]:
     """Order paths: bytes of wide accesses, bytes of other accesses, instructions."""
     wide = other = count = 0
@@ -203,6 +224,23 @@ class _Graph:
             elif to not in done:
                 way[to] = iter(self.edges[to])
         return [*found]
+
+    def inside(self, header: int) -> set[int]:
+        """Return the blocks of the loop that begins at `header`, with those of loops inside it."""
+        before: dict[int, list[int]] = {at: [] for at in self.blocks}
+        for at, targets in self.edges.items():
+            for to in targets:
+                before[to].append(at)
+        found = {header}
+        for tail in before[header]:
+            way, todo = {header, tail}, [tail] if tail != header else []
+            while todo:
+                new = [at for at in before[todo.pop()] if at not in way]
+                way.update(new)
+                todo += new
+            if header == self.entry or self.entry not in way:  # else it is an edge into the loop
+                found |= way
+        return found
 
     def path(self, start: int, goals: set[int], *, longest: bool) -> list[Instruction] | None:
         """Return the best path from `start` to (not into) one of `goals`, or to the end of the kernel if none."""

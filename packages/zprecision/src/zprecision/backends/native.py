@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import torch
 
+from zprecision.backends.gpu import launch
 from zprecision.backends.sources import source_hash
 
 __all__ = ["Kernels", "Library", "is_addressable", "kernels", "library", "reason_without", "use_level"]
@@ -68,7 +69,8 @@ class Kernels:
 
     cpu: str  # the instruction set in use, or the reason for the torch path
     levels: tuple[str, ...]  # available instruction sets, slowest first; () without the extension
-    threads: str  # the thread pool of the kernels
+    threads: str  # the thread pool of the CPU kernels
+    gpu: str  # the CuPy in use, or the reason for the torch path
 
 
 def kernels() -> Kernels:
@@ -78,9 +80,13 @@ def kernels() -> Kernels:
     whose extension is older than its sources.
     """
     found = library()
-    if found is None:
-        return Kernels(cpu=str(reason_without()), levels=(), threads=POOL)  # torch's own operations run in its pool
-    return Kernels(cpu=found.level(), levels=found.levels, threads=found.threads)
+    no_gpu = launch.reason_without()
+    return Kernels(
+        cpu=str(reason_without()) if found is None else found.level(),
+        levels=() if found is None else found.levels,
+        threads=POOL if found is None else found.threads,  # torch's own operations run in its pool
+        gpu=f"cupy {importlib.import_module('cupy').__version__}" if no_gpu is None else no_gpu,
+    )
 
 
 def library() -> Library | None:

@@ -3,7 +3,8 @@
 `linear` is torch.nn.functional.linear for weights of any kind: quantized, packed, or plain.  On CPUs with the
 kernels, a product with an integer format quantizes the activation (8 bits in blocks of 32) and multiplies integers;
 elsewhere torch multiplies the same rounded activation by the dequantized weight, which differs only by the rounding
-of float32 sums.  Formats without integers (NF4, Fp8, Q4_K, Q6_K) are dequantized, and the activation is not rounded.
+of float32 sums.  CUDA devices with kernels do as CPUs for up to 32 tokens; for more, the activation is not rounded
+(gpu.py).  Formats without integers (NF4, Fp8, Q4_K, Q6_K) are dequantized, and the activation is not rounded.
 
 `linear_many` multiplies one activation by several weights: it is quantized once, and all rows form one list of work.
 
@@ -22,7 +23,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from zprecision.backends.gpu.launch import has_gpu_kernels
 from zprecision.backends.native import is_addressable, library
+from zprecision.quant import gpu
 from zprecision.quant.activations import round_activations
 from zprecision.quant.kernels import dense_products, products
 from zprecision.quant.panels import PackedTensor, packed_once, product_format
@@ -82,6 +85,7 @@ def _check(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
 def _products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     found = _packed_by_kernels(flat, weights, biases) | _plain_by_kernels(flat, weights, biases)
+    found |= _by_gpu_kernels(flat, weights, biases)
     return [
         _shaped_as(found[index], x) if index in found else _by_torch(x, weight, bias)
         for index, (weight, bias) in enumerate(zip(weights, biases, strict=True))
@@ -113,6 +117,27 @@ def _plain_by_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Ten
         return {}
     outs = dense_products(x, list(plain.values()), [biases[index] for index in plain])
     return dict(zip(plain, outs, strict=True)) if outs is not None else {}
+
+
+def _by_gpu_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """Return the products with integer formats by index, few tokens in one launch; none without kernels."""
+    if not has_gpu_kernels(x.device):
+        return {}
+    matrices: dict[int, gpu.DeviceMatrix] = {}
+    for index, weight in enumerate(weights):
+        if isinstance(weight, Tensor) or product_format(weight.format) is None:
+            continue
+        rows = weight.unpack() if isinstance(weight, PackedTensor) else weight
+        matrix = gpu.DeviceMatrix.of(rows.format, rows.shape, rows.parts())
+        if matrix is not None:
+            matrices[index] = matrix
+    if not matrices:
+        return {}
+    if len(x) > gpu.MOST_TOKENS:
+        outs = {index: gpu.panel_product(x, matrix, biases[index]) for index, matrix in matrices.items()}
+        return {index: out for index, out in outs.items() if out is not None}
+    found = gpu.products(x, list(matrices.values()), [biases[index] for index in matrices])
+    return {} if found is None else dict(zip(matrices, found, strict=True))
 
 
 def _by_torch(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from zprecision.backends.gpu.launch import has_gpu_kernels
 from zprecision.quant.decode import integer_codes
 from zprecision.quant.formats import BLOCK, Format, Integers, format_name, integers, unit_of
 from zprecision.quant.kernels import empty_panels, pack_panels
@@ -54,8 +55,10 @@ class PackedTensor:
         """Return its device."""
         return self.data.device
 
-    def to(self, device: torch.device | str) -> PackedTensor:
-        """Return it on another device."""
+    def to(self, device: torch.device | str) -> PackedTensor | QuantizedTensor:
+        """Return it on another device; unpacked if the kernels there read rows, as `pack` does."""
+        if has_gpu_kernels(torch.device(device)):
+            return self.unpack().to(device)
         return attrs.evolve(self, data=self.data.to(device))
 
     @property
@@ -124,13 +127,15 @@ def product_format(format: Format) -> Integers | None:
 def pack(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
     """Return a matrix in the order of the kernels; a format without integer kernels is returned as it is.
 
+    So is a matrix on a CUDA device with kernels: these read the rows of a `QuantizedTensor`.
+
     The result is what `linear` reads fastest; drop the argument to keep one copy. Raises ValueError if it has not two
     dims.
     """
     if len(quantized.shape) != 2:
         raise ValueError(f"pack: a matrix is needed, and the shape is {quantized.shape}; pack each matrix of a stack")
     form = product_format(quantized.format)
-    if form is None:
+    if form is None or has_gpu_kernels(quantized.device):
         return quantized
     rows, columns = quantized.shape
     numel = _num_panels(rows) * _panel_bytes(form, padded(quantized.format, columns))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zprecision.quant import gpu
 from zprecision.quant.encode import encode
 from zprecision.quant.formats import Format, format_named
 from zprecision.quant.kernels import encode_integers
@@ -36,7 +37,9 @@ def quantize(tensor: Tensor, format: Format | str) -> QuantizedTensor:
             f"quantize: the format is {format!r}; pass its text, such as 'int4', or a value, zprecision.Int4()"
         )
     with torch.no_grad():
-        parts = encode_integers(tensor.detach(), form) or encode(tensor.detach(), form)  # which explains failures
+        values = tensor.detach()
+        by_kernels = encode_integers(values, form) or gpu.encode_integers(values, form)
+        parts = by_kernels or encode(values, form)  # which explains failures
     return assemble(form, tensor.shape, tensor.dtype, parts)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zprecision.quant.decode import decode
 from zprecision.quant.formats import Format, format_name, format_named, unit_of
+from zprecision.quant.gpu import decode_integers
 from zprecision.quant.layout import PARTS, part_dtypes, part_lengths
 
 __all__ = ["Quantized", "QuantizedTensor", "assemble", "checked", "read_header", "write_header"]
@@ -152,7 +153,9 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, in `dtype`, by default that of the tensor that was quantized."""
-        return decode(self.format, self.shape, self.parts()).to(dtype or self.dtype)
+        wanted = dtype or self.dtype
+        found = decode_integers(self.format, self.shape, self.parts(), wanted)
+        return decode(self.format, self.shape, self.parts()).to(wanted) if found is None else found
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return plain contiguous tensors, for safetensors or a checkpoint; "header" is JSON text as uint8."""

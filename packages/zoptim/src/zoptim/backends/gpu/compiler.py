@@ -1,7 +1,8 @@
 """Compilation by NVRTC, and the cache of compiled kernels.
 
-NVRTC is called directly, because CuPy adds `-ftz=true`, which flushes subnormal moments to zero on GPUs only.
-Contraction is off, so every product and sum is rounded as on a CPU.
+NVRTC is called directly, because CuPy adds `-ftz=true`, which flushes subnormal numbers to zero on GPUs only.
+Contraction is off, so every product and sum is rounded as on a CPU.  This file is the same in every package that has
+GPU kernels; a test compares the copies.
 
 The cache is a folder of files named by a digest of text, architecture, options and compiler version.  A rename makes
 a file visible, so ranks that start together at worst compile the same program twice.  If the folder is not writable,
@@ -21,6 +22,7 @@ from typing import Any
 
 __all__ = ["OPTIONS", "binary", "cache_folder", "cache_name", "compile_text", "target"]
 
+PACKAGE = __name__.partition(".")[0]
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
 
@@ -50,7 +52,7 @@ def target(capability: tuple[int, int], supported: Sequence[int]) -> str:
     if not older:
         raise RuntimeError(
             f"this CUDA device has compute capability {capability[0]}.{capability[1]}; the installed NVRTC compiles "
-            f"for {min(supported) / 10} and newer. Install the CuPy of an older CUDA, or train with fused=False."
+            f"for {min(supported) / 10} and newer. Install the CuPy of an older CUDA, or use torch without CuPy."
         )
     best = max(older)
     return f"sm_{best}" if best // 10 == capability[0] else f"compute_{best}"
@@ -62,7 +64,7 @@ def compile_text(text: str, architecture: str, more_options: Sequence[str] = ())
     Needs NVRTC but no device.  Raises RuntimeError with the compiler's log.
     """
     nvrtc = _nvrtc()
-    program = nvrtc.createProgram(text, "zk_gpu.cu", [], [])
+    program = nvrtc.createProgram(text, f"{PACKAGE}.cu", [], [])
     try:
         nvrtc.compileProgram(program, [f"--gpu-architecture={architecture}", *OPTIONS, *more_options])
         log = nvrtc.getProgramLog(program)
@@ -72,18 +74,20 @@ def compile_text(text: str, architecture: str, more_options: Sequence[str] = ())
         return nvrtc.getCUBIN(program) + b"\0", log  # CuPy drops the last byte as a string terminator
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise RuntimeError(f"NVRTC does not compile zoptim's kernels for {architecture} ({error}):\n{log}") from error
+        raise RuntimeError(
+            f"NVRTC does not compile {PACKAGE}'s kernels for {architecture} ({error}):\n{log}"
+        ) from error
     finally:
         nvrtc.destroyProgram(program)
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels: $ZOPTIM_CACHE, else zoptim in the user's cache folder."""
-    if given := os.environ.get("ZOPTIM_CACHE"):
+    """Return the folder of compiled kernels: $<PACKAGE>_CACHE, else the package's in the user's cache folder."""
+    if given := os.environ.get(f"{PACKAGE.upper()}_CACHE"):
         return Path(given)
     with contextlib.suppress(RuntimeError):  # a user without a home
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zoptim"
-    return Path(tempfile.gettempdir()) / "zoptim"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / PACKAGE
+    return Path(tempfile.gettempdir()) / PACKAGE
 
 
 def cache_name(text: str, architecture: str, version: tuple[int, int]) -> str:
