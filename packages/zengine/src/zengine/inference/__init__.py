@@ -6,6 +6,6 @@
 
 Modules, low first: observe (calls of a pass), attend (attention), structure (values that describe a decoder),
 matching and recognize (which form computes the observed numbers), cache, fused (the parts that run in C), decoder
-(the pass), verify, sampling, generation (samples over slots).  Beside them: quantized, quantized_modules, quality, and
+(the pass), verify, sampling, generation (samples over slots).  Beside them: quantized, quantized_modules, quality,
 offload (blocks that rest on the host or on a drive).
 """
