@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zengine.inference.quantized import LayerError, quantize_weight
 from zprecision.quant import Format, PackedTensor, QuantizedTensor, linear
 
-__all__ = ["QuantizedLinear", "linear_weights", "quantize_linears"]
+__all__ = ["QuantizedLinear", "linear_weights", "put_quantized", "quantize_linears"]
 
 
 _READERS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # use the weights of their children as tensors
@@ -93,15 +93,21 @@ def quantize_linears(module: nn.Module, choose: Callable[[str], Format | None]) 
     Raises ValueError if `module` itself is a linear layer, or has none to quantize.
     """
     rows = []
-    for name, layer, weight in list(linear_weights(module)):
+    for name, _layer, weight in list(linear_weights(module)):
         if not name:
             raise ValueError(f"{type(module).__name__} is one layer; pass the module that contains it")
         if (format := choose(name)) is None:
             continue
         packed, row = quantize_weight(name, weight, format)
-        parent, _, last = name.rpartition(".")
-        setattr(module.get_submodule(parent), last, QuantizedLinear(packed, getattr(layer, "bias", None)))
+        put_quantized(module, name, packed)
         rows.append(row)
     if not rows:
         raise ValueError(f"{type(module).__name__} has no linear layers to quantize")
     return rows
+
+
+def put_quantized(module: nn.Module, name: str, weight: QuantizedTensor | PackedTensor) -> None:
+    """Replace the layer `name` of `module` by a quantized one, which keeps its bias."""
+    parent, _, last = name.rpartition(".")
+    layer = module.get_submodule(name)
+    setattr(module.get_submodule(parent), last, QuantizedLinear(weight, getattr(layer, "bias", None)))

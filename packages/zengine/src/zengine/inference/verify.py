@@ -38,36 +38,40 @@ def verify(
     num_tokens: int = 24,
     longest: int = LONG,
     seed: int = 1,
+    tolerance: float | None = None,
 ) -> Verified:
     """Run both on random tokens and compare the logits of every position, also in one pass over `longest` tokens, or
     as many as the model has positions.
 
-    Raises NotRecognized if they differ by more than the tolerance of the weights' dtype.
+    tolerance: largest accepted difference; None: that of the dtype of the embeddings.
+
+    Raises NotRecognized if they differ by more.
     """
+    most = tolerance or TOLERANCE[decoder.embedding.tokens.dtype]
     vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
         wanted = run(model, ids)[0].double()
-    _verify_long(decoder, model, run, longest, seed)
+    _check(*_compare_long(decoder, model, run, longest, seed), most, model)
     steps = DecoderPass(decoder, KVCache.create(decoder, 2, num_tokens))
     whole = steps.forward_all(ids[0], 0)
     alone = torch.stack([steps.forward(ids[0, at : at + 1], 1) for at in range(num_tokens)])
     errors = [_error(found, wanted, decoder) for found in (whole, alone)]
-    _check(max(errors), decoder, model, num_tokens)
+    _check(max(errors), num_tokens, most, model)
     return Verified(prompt_error=errors[0], decode_error=errors[1])
 
 
-def _verify_long(
+def _compare_long(
     decoder: Decoder, model: nn.Module, run: Callable[[nn.Module, Tensor], Any], longest: int, seed: int
-) -> None:
-    """Compare one pass over many tokens: windows and positions may only show there."""
+) -> tuple[float, int]:
+    """Return the error of one pass over many tokens, where windows and positions show, and their number."""
     num_tokens = min(longest, decoder.max_positions or longest, learnt_positions(model) or longest)
     vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
         wanted = run(model, ids)[0].double()
     found = DecoderPass(decoder, KVCache.create(decoder, 1, num_tokens)).forward_all(ids[0], 0)
-    _check(_error(found, wanted, decoder), decoder, model, num_tokens)
+    return _error(found, wanted, decoder), num_tokens
 
 
 def _error(found: Tensor, wanted: Tensor, decoder: Decoder) -> float:
@@ -80,8 +84,7 @@ def _error(found: Tensor, wanted: Tensor, decoder: Decoder) -> float:
     return float(torch.quantile(by_position, 0.9) if may_route else by_position.max())
 
 
-def _check(error: float, decoder: Decoder, model: nn.Module, num_tokens: int) -> None:
-    most = TOLERANCE[decoder.embedding.tokens.dtype]
+def _check(error: float, num_tokens: int, most: float, model: nn.Module) -> None:
     if not error <= most:
         raise NotRecognized(
             f"the decoder made from {type(model).__name__} differs from it on {num_tokens} tokens: logits by "

@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
-from zengine.deepspeed.inference import splitting, weights
+from zengine.deepspeed.inference import splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
+from zengine.inference.loading import weights
 
 __all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import zpartition
 from zengine.checkpoint.huggingface import to_module_names
 
-__all__ = ["check_fits", "is_on_meta", "load", "materialize"]
+__all__ = ["check_fits", "is_on_meta", "load", "materialize", "named_by_module", "stored_tensors"]
+
+_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -71,10 +73,28 @@ def _open_slices(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
     """Open the slices of files by the module's names, for a whole or split module."""
     import zckpt.interchange  # lazy: slow to import
 
+    with zckpt.interchange.read_weights(path) as weights:
+        yield named_by_module(weights, module)
+
+
+def named_by_module(tensors: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Return tensors of files under the names of `module`, which may be whole or split over ranks.
+
+    Frequencies of rotary positions, which older folders have, are omitted: the module computes them.
+    """
     joining, held = zpartition.FullTensors.of(module), module.state_dict(keep_vars=True)
     shapes = {name: joining.shape(value) for name, value in held.items() if isinstance(value, Tensor)}
-    with zckpt.interchange.read_weights(path) as weights:
-        yield to_module_names(weights, module, shapes)
+    known = {name: value for name, value in tensors.items() if name in shapes or not name.endswith(_FREQUENCIES)}
+    return to_module_names(known, module, shapes)
+
+
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of `module`; a tied one under its first name."""
+    yield from module.named_parameters()
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def _own_tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,89 @@
+"""`load_model`: sources, formats, dtypes, memory, and what it says of files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from memory import peak_bytes
+from torch import Tensor, nn
+
+import zckpt
+from zengine.inference import load_model
+from zengine.inference.loading.load import fill
+from zengine.inference.loading.sources import open_source
+from zengine.inference.quantized_modules import QuantizedLinear, quantize_linears
+from zprecision.quant import Int4, Int8, quantize
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+IDS = torch.arange(3, 23)[None]
+
+
+def llama(**sizes: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | sizes)).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("llama")
+    llama().save_pretrained(path, max_shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    yield path
+
+
+def logits(module: nn.Module, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module(ids).logits
+    return found
+
+
+def test_a_folder_is_loaded_as_it_is(folder: Path) -> None:
+    loaded = load_model(folder)
+    assert torch.equal(logits(loaded.module), logits(llama()))
+    assert loaded.decoder is not None
+    assert (loaded.report.layers, loaded.folder, loaded.reason) == ((), folder, "")
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+def test_streamed_quantization_equals_quantization_of_the_loaded_module(folder: Path, format: str) -> None:
+    loaded = load_model(folder, format=format)
+    wanted = llama()
+    kept = set(loaded.report.kept)
+    rows = quantize_linears(wanted, lambda name: Int8() if format == "int8" or name in kept else Int4())
+    assert [(row.name, row.format) for row in rows] == [(row.name, row.format) for row in loaded.report.layers]
+    assert torch.equal(logits(loaded.module), logits(wanted))
+    assert isinstance(loaded.module.lm_head, QuantizedLinear)
+    assert loaded.decoder is not None
+    assert loaded.module.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_the_peak_is_the_loaded_model_and_one_layer(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 96}
+    llama(**sizes).save_pretrained(tmp_path)
+    plain = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    skeleton = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | sizes)).to("meta")
+    with peak_bytes() as counter, open_source(tmp_path) as source:
+        report = fill(skeleton, source, lambda _name: Int4(), torch.device("cpu"))
+        counted = counter.present
+    held = report.nbytes + sum(each.nbytes for each in (*skeleton.parameters(), *skeleton.buffers()))
+    assert counted <= 1.05 * held + 65536, "the counter sees the loaded model"
+    assert counted >= report.nbytes
+    unit = 768 * 256 * 4  # the largest layer, float32
+    assert counter.peak < held + 4 * unit < plain / 2
