@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from memory import peak_bytes
 from torch import Tensor, nn
 
-import zckpt
 from zengine.inference import load_model
 from zengine.inference.loading.load import fill
 from zengine.inference.loading.sources import open_source
 from zengine.inference.quantized_modules import QuantizedLinear, quantize_linears
-from zprecision.quant import Int4, Int8, quantize
+from zprecision.quant import Int4, Int8
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,11 +37,11 @@ def llama(**sizes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     llama().save_pretrained(path, max_shard_size="100KB")
     assert len(list(path.glob("*.safetensors"))) > 1
-    yield path
+    return path
 
 
 def logits(module: nn.Module, ids: Tensor = IDS) -> Tensor:

@@ -9,14 +9,14 @@ float32 value is exact, and a cast to the scales' dtype gives what the libraries
 
     GPTQ                 (Frantar et al. 2023) words along the inputs; zeros along the outputs, stored minus one by
                          version 1, modulo 2^bits; `g_idx` names the group of each input ("act-order")
-    AWQ                  (Lin et al. 2024; the "gemm" layout) words along the outputs, whose 4-bit codes are in the order
-                         0, 2, 4, 6, 1, 3, 5, 7
+    AWQ                  (Lin et al. 2024; the "gemm" layout) words along the outputs, whose 4-bit codes are in the
+                         order 0, 2, 4, 6, 1, 3, 5, 7
     compressed-tensors   ("pack-quantized") words along the inputs; zeros, if any, in words along the outputs, both
                          shifted by half the range
 
 `GroupedCodes.to_quantized` keeps the codes if one of our formats represents them exactly: 4 bits around the middle
 code, 4 bits with minima that float16 holds, or else the differences as 8 bits.  Groups longer than ours are cut, with
-their scale repeated.  None is left for groups that are not neighbours, scales that float16 does not hold, and the like.
+their scale repeated.  Groups that are not neighbours and scales that float16 does not hold leave None.
 """
 
 from __future__ import annotations

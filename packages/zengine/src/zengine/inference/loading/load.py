@@ -60,8 +60,8 @@ def load_model(
 
     The peak of memory is the loaded model and one layer at work.
 
-    path: a Hugging Face folder (plain, GPTQ, AWQ or compressed-tensors), a GGUF file, a `.safetensors` or `.pt` file, a
-        zckpt checkpoint or the root of some, a folder of `save_packed`, or DeepSpeed's list of files (a mapping, or
+    path: a Hugging Face folder (plain, GPTQ, AWQ or compressed-tensors), a GGUF file, a `.safetensors` or `.pt` file,
+        a zckpt checkpoint or the root of some, a folder of `save_packed`, or DeepSpeed's list of files (a mapping, or
         the path of its JSON).
     format: of the linear layers: a value, its text ("int4", "int8-g64"), or a function from a layer's name to its
         format or None.  Layers that need more than four bits get eight (see `zengine.inference.quantized`).  Layers
@@ -74,8 +74,8 @@ def load_model(
     device: of the loaded model, if `module` has no memory yet.
     base_dir: folder of `path`, or of the files of DeepSpeed's list.
 
-    Raises ValueError and CheckpointError: no known format, damaged files, weights that do not fit the model, an unknown
-    format.
+    Raises ValueError and CheckpointError: no known format, damaged files, weights that do not fit the model, an
+    unknown format.
     """
     choose, place = _chooser(format), torch.device(device)
     packed = None if isinstance(path, Mapping) else find_packed(Path(base_dir, path))

@@ -8,8 +8,8 @@
 
 A quantized layer is stored as the parts of its `state_dict`: for products by integers the panels that the kernels
 read, so nothing is quantized, packed or reordered when they are read.  Each rank of a split model has a folder of its
-own, which all of them need.  zckpt makes a folder visible when all of it is on disk, and compares checksums when it is
-read; a rank writes last what others look for.
+own, which all of them need.  zckpt makes a folder visible when all of it is on disk, and compares checksums when it
+is read.
 
 Rejected: one file for all ranks (each would read the others' parts or need their lengths), and mapping the files into
 the module (the kernels would read pages of a file that somebody may truncate).
@@ -84,8 +84,8 @@ def find_packed(path: str | os.PathLike[str]) -> PackedFolder | None:
     missing = [rank for rank in range(sizes[0]) if not (path / _name(rank, sizes[0]) / _TAG).is_dir()]
     if missing:
         raise ValueError(
-            f"{path} is split over {sizes[0]} ranks, and the parts of {', '.join(map(str, missing[:5]))} are missing: "
-            "a save was interrupted, or files are lost; write it again"
+            f"{path} is split over {sizes[0]} ranks, and the parts of {', '.join(map(str, missing[:5]))} are "
+            "missing: a save was interrupted, or files are lost; write it again"
         )
     return PackedFolder(path, sizes[0])
 
@@ -101,7 +101,7 @@ def save_packed(
 ) -> Path:
     """Write a module with quantized layers, whole or this rank's part; return its folder.
 
-    config: of the model, as in config.json, so that `load_model` can build it; None: that of the module, if it has one.
+    config: of the model, as in config.json, so that `load_model` can build it; None: that of the module, if any.
     source: folder whose tokenizer is copied.  rank, num_ranks: of the ranks that the model is split over.
 
     Raises ValueError if nothing is quantized, or the folder holds another model; zckpt's CheckpointError (the disk).
@@ -209,8 +209,8 @@ def _check_kind(checkpoint: Checkpoint) -> None:
     kind, version = checkpoint.objects.get("kind"), checkpoint.objects.get("version")
     if kind != _KIND or version != _VERSION:
         raise ValueError(
-            f"{checkpoint.path} is no packed model of this version: kind {kind!r:.80}, version {version!r:.20}; write "
-            "it again"
+            f"{checkpoint.path} is no packed model of this version: kind {kind!r:.80}, version {version!r:.20}; "
+            "write it again"
         )
 
 
@@ -261,7 +261,7 @@ def _check_shape(
 ) -> None:
     layer = module.get_submodule(name)
     own = tuple(layer.weight.shape)  # type: ignore[union-attr, arg-type]
-    if isinstance(layer, nn.Linear) and tuple(weight.shape) != own or sorted(weight.shape) != sorted(own):
+    if (isinstance(layer, nn.Linear) and tuple(weight.shape) != own) or sorted(weight.shape) != sorted(own):
         raise ValueError(f"{checkpoint.path}: {name} has the shape {tuple(weight.shape)}, the module's {own}")
 
 

@@ -133,8 +133,8 @@ def _open_list(found: CheckpointList) -> Iterator[Source]:
             weights = stack.enter_context(zckpt.interchange.read_weights(path))
             if twice := sorted(set(weights) & set(tensors)):
                 raise ValueError(
-                    f"{path} and another file of {found.origin} both hold {twice[0]!r}: the files of a list must hold "
-                    "different tensors; parts of one tensor cannot be joined, as the list does not say how it was cut"
+                    f"{path} and another file of {found.origin} both hold {twice[0]!r}: the files of a list must "
+                    "hold different tensors; parts of one tensor cannot be joined, as the list does not say how it was cut"
                 )
             tensors.update({name: weights[name] for name in weights})
         folder = found.files[0].parent

@@ -1,8 +1,8 @@
 """Tensors in files, read when asked for: the common face of all sources.
 
-A plain tensor has `get_shape()` and is read by boxes, `[start:stop, ...]`, as zpartition and Transformers' conversions
-do.  `QuantizedSlice` is one whose file holds codes: read by boxes it gives float32 values, and `exact_codes` returns
-the codes themselves, if a format of zprecision represents them.
+A plain tensor has `get_shape()` and is read by boxes, `[start:stop, ...]`, as zpartition and Transformers'
+conversions do.  `QuantizedSlice` is one whose file holds codes: read by boxes it gives float32 values, and
+`exact_codes` returns the codes themselves, if a format of zprecision represents them.
 """
 
 from __future__ import annotations

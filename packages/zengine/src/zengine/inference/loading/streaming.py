@@ -26,7 +26,7 @@ import zpartition
 from zengine.inference.loading import weights
 from zengine.inference.loading.stored import StoredTensor, Tensors, exact_codes
 from zengine.inference.quantized import OUTLIER, LayerError, QuantizationReport, quantize_weight
-from zengine.inference.quantized_modules import QuantizedLinear, linear_weights, put_quantized
+from zengine.inference.quantized_modules import linear_weights, put_quantized
 from zprecision.quant import Format, Int8, format_name, pack
 
 __all__ = ["ChooseFormat", "stream"]
