@@ -7,6 +7,7 @@ may pass different inputs but must call equally often: each call exchanges token
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
+from zengine.deepspeed.inference.files import load_quantized, save_quantized
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
 from zengine.inference.loading import weights
+from zengine.inference.quantized import LayerError
 
 __all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
 
@@ -151,9 +154,15 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
     """Return `module` with its weights, or with this rank's part of them."""
     host = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
     device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
-    path, is_on_meta = config.checkpoint, weights.is_on_meta(module)
+    path, base_dir, is_on_meta = config.files.checkpoint, config.files.base_dir, weights.is_on_meta(module)
+    if config.parallelism.is_single_rank and path is not None:
+        dtype = config.compute_dtype(device)
+        rows = load_quantized(module, config.files, config.quantization, dtype, device)
+        if rows is not None:
+            _log_layers(rows)
+            return module.to(device)
     if path is not None:
-        weights.check_fits(module, path)
+        weights.check_fits(module, path, base_dir)
     elif is_on_meta:
         raise ValueError(
             f"{type(module).__name__} is on the meta device and has no weights: pass checkpoint=, a weight file "
@@ -162,7 +171,7 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
     if is_on_meta and _needs_run(module, config):
         assert path is not None
         weights.materialize(module, host)
-        weights.load(module, path)
+        weights.load(module, path, base_dir)
         path = None
     split = splitting.plan_split(module, config.parallelism)
     split.agree(module)
@@ -173,10 +182,11 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
     split.apply(module)
     if path is not None:
         weights.materialize(module, device)
-        weights.load(module, path)
+        weights.load(module, path, base_dir)
     module = module.to(device)
     if config.quantization is not None:
         _quantize(module, config)
+        save_quantized(module, config.files)
     return module
 
 
@@ -185,7 +195,10 @@ def _quantize(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     from zengine.inference.quantized_modules import quantize_linears
 
     assert config.quantization is not None
-    rows = quantize_linears(module, config.quantization.format_of)
+    _log_layers(quantize_linears(module, config.quantization.format_of))
+
+
+def _log_layers(rows: Sequence[LayerError]) -> None:
     worst = max(rows, key=lambda row: row.error)
     log.info(
         "init_inference: %d linear layers quantized to %s, %s bytes; largest relative error %.3g (%s)",

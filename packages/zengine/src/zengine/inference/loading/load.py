@@ -89,11 +89,13 @@ def load_model(
         return _finished(made, fill(made, source, choose, place), source.folder)
 
 
-def fill(module: nn.Module, source: Source, choose: ChooseFormat, device: torch.device) -> QuantizationReport:
-    """Fill `module` from an open source, quantizing its layers; see `load_model`."""
+def fill(
+    module: nn.Module, source: Source, choose: ChooseFormat, device: torch.device, *, outliers: bool = True
+) -> QuantizationReport:
+    """Fill `module` from an open source, quantizing its layers; see `stream`."""
     tensors = weights.named_by_module(source.tensors, module)
     try:
-        report = stream(module, tensors, choose, device)
+        report = stream(module, tensors, choose, device, outliers=outliers)
     except ValueError as error:
         raise ValueError(f"{source.origin} does not fit {type(module).__name__}: {error}") from error
     source.adjust(module)

@@ -134,7 +134,7 @@ def _open_list(found: CheckpointList) -> Iterator[Source]:
             if twice := sorted(set(weights) & set(tensors)):
                 raise ValueError(
                     f"{path} and another file of {found.origin} both hold {twice[0]!r}: the files of a list must "
-                    "hold different tensors; parts of one tensor cannot be joined, as the list does not say how it was cut"
+                    "hold different tensors; parts of one are not joined, as the list does not say how it was cut"
                 )
             tensors.update({name: weights[name] for name in weights})
         folder = found.files[0].parent

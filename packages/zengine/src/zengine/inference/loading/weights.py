@@ -9,7 +9,6 @@ built, so for a model on the meta device they are computed again: by Transformer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 import zpartition
 from zengine.checkpoint.huggingface import to_module_names
+from zengine.inference.loading.sources import Given, open_source
 
 __all__ = ["check_fits", "is_on_meta", "load", "materialize", "named_by_module", "stored_tensors"]
 
@@ -50,31 +50,23 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     _make_buffers(module, [(child, name) for child, name in meta_buffers if id(child.get_buffer(name)) not in kept])
 
 
-def load(module: nn.Module, path: str) -> None:
-    """Load the weights of a file or folder, tensor by tensor, this rank's rows of each.
+def load(module: nn.Module, path: Given, base_dir: str = "") -> None:
+    """Load weights from what `open_source` opens, tensor by tensor, this rank's rows of each; codes are decoded.
 
     Raises ValueError, with nothing loaded, for missing or unexpected names and wrong shapes.
     """
-    with _open_slices(module, path) as weights:
-        zpartition.load_own_slices(module, weights)
+    with open_source(path, base_dir) as source:
+        zpartition.load_own_slices(module, named_by_module(source.tensors, module))
+        source.adjust(module)
 
 
-def check_fits(module: nn.Module, path: str) -> None:
+def check_fits(module: nn.Module, path: Given, base_dir: str = "") -> None:
     """Raise the ValueError of `load`, without changing `module`."""
-    with _open_slices(module, path) as weights:
+    with open_source(path, base_dir) as source:
         try:
-            zpartition.check_slices(module, weights)
+            zpartition.check_slices(module, named_by_module(source.tensors, module))
         except ValueError as error:
-            raise ValueError(f"{path} does not fit {type(module).__name__}: {error}") from None
-
-
-@contextmanager
-def _open_slices(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
-    """Open the slices of files by the module's names, for a whole or split module."""
-    import zckpt.interchange  # lazy: slow to import
-
-    with zckpt.interchange.read_weights(path) as weights:
-        yield named_by_module(weights, module)
+            raise ValueError(f"{source.origin} does not fit {type(module).__name__}: {error}") from None
 
 
 def named_by_module(tensors: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
