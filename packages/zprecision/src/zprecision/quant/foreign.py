@@ -59,7 +59,8 @@ class GroupedCodes:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GroupedCodes:
         """Return it with `function(part)` for every part, which may choose rows."""
-        return attrs.evolve(self, **{name: function(part) for name, part in self.parts().items()})
+        parts = {name: function(part) for name, part in self.parts().items()}
+        return GroupedCodes(bits=self.bits, groups=self.groups, **parts)
 
     def narrow(self, dim: int, start: int, length: int) -> GroupedCodes:
         """Return the rows [start, start + length).  Raises ValueError for dim 1, whose groups may be anywhere."""

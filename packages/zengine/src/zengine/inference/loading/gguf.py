@@ -87,14 +87,14 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     head_dim = keys.number("attention.key_length", width // heads)
     if keys.number("rope.dimension_count", head_dim) != head_dim or head_dim % 2:
         raise ValueError(f"{file.path} rotates a part of each head, or an odd number of features; this is not read")
-    layers = {int(found[1]) for name in file.tensors if (found := _IN_LAYER.fullmatch(name))}
+    layers = {int(inside[1]) for name in file.tensors if (inside := _IN_LAYER.fullmatch(name))}
     if len(layers) != keys.number("block_count"):
         raise ValueError(
             f"{file.path} has tensors of {len(layers)} layers; its metadata says {keys.number('block_count')}"
         )
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path} has no token_embd.weight")
-    found = {
+    found: dict[str, Any] = {
         "model_type": arch.model_type,
         "hidden_size": width,
         "num_hidden_layers": len(layers),
@@ -136,8 +136,8 @@ class _Keys:
 
     def number(self, key: str, default: int | None = None) -> int:
         """Return a positive whole number, or the default."""
-        found = self.values.get(f"{self.prefix}.{key}", default)
-        if found is default and default is not None:
+        found: object = self.values.get(f"{self.prefix}.{key}", default)
+        if default is not None and found is default:
             return default
         if not isinstance(found, int) or isinstance(found, bool) or not 0 < found < _MOST:
             raise ValueError(f"{self.path}: {self.prefix}.{key} is {found!r:.80}, and must be a positive number")

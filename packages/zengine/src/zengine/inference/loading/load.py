@@ -129,7 +129,7 @@ def _build(config: Mapping[str, Any], origin: str, dtype: torch.dtype, most_laye
     try:
         made = transformers.AutoConfig.for_model(kind, **plain)
         with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 made, dtype=dtype, trust_remote_code=False
             )
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
@@ -170,6 +170,10 @@ def _recognized(module: nn.Module, is_quantized: bool) -> tuple[Decoder | None, 
         decoder = recognize(module)
         verify(decoder, module, tolerance=_QUANTIZED_TOLERANCE if is_quantized else None)
     except NotRecognized as error:
-        log.info("load_model: %s runs as it is: %s", type(module).__name__, error)
-        return None, str(error)
-    return decoder, ""
+        reason = str(error)
+    except Exception as error:  # of the module's own code, whose forward may take no token ids
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return decoder, ""
+    log.info("load_model: %s runs as it is: %s", type(module).__name__, reason)
+    return None, reason

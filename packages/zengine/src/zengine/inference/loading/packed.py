@@ -260,7 +260,7 @@ def _check_shape(
     module: nn.Module, name: str, weight: PackedTensor | QuantizedTensor, checkpoint: Checkpoint
 ) -> None:
     layer = module.get_submodule(name)
-    own = tuple(layer.weight.shape)  # type: ignore[union-attr, arg-type]
+    own = tuple(layer.weight.shape)  # type: ignore[arg-type]
     if (isinstance(layer, nn.Linear) and tuple(weight.shape) != own) or sorted(weight.shape) != sorted(own):
         raise ValueError(f"{checkpoint.path}: {name} has the shape {tuple(weight.shape)}, the module's {own}")
 
