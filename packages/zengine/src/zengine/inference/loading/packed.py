@@ -149,8 +149,9 @@ def load_packed(
     parts = _quantized_parts(checkpoint)
     _check_names(module, checkpoint, parts)
     rows = []
-    for name, names in parts.items():
-        weight = _read_weight(checkpoint, name, names)
+    states = _read_states(checkpoint, parts)
+    for name in parts:
+        weight = _weight_of(states.pop(name), f"{checkpoint.path}: {name}")
         _check_shape(module, name, weight, checkpoint)
         put_quantized(module, name, weight.to(device))
         rows.append(LayerError(name=name, format=format_name(weight.format), error=0.0, nbytes=weight.nbytes))
@@ -247,13 +248,27 @@ def _check_names(module: nn.Module, checkpoint: Checkpoint, parts: Mapping[str, 
         )
 
 
-def _read_weight(checkpoint: Checkpoint, name: str, parts: list[str]) -> PackedTensor | QuantizedTensor:
-    state = {part: checkpoint.tensor(f"{name}.weight.{part}") for part in parts}
+def _read_states(checkpoint: Checkpoint, parts: Mapping[str, list[str]]) -> dict[str, dict[str, Tensor]]:
+    """Read the parts of all layers in one pass, in which threads share the files."""
+    from zckpt import whole
+
+    stored = checkpoint.manifest.tensors
+    names = {layer: {part: f"{layer}.weight.{part}" for part in each} for layer, each in parts.items()}
+    states = {
+        layer: {part: torch.empty(stored[name].shape, dtype=stored[name].dtype) for part, name in each.items()}
+        for layer, each in names.items()
+    }
+    wanted = [whole(name, states[layer][part]) for layer, each in names.items() for part, name in each.items()]
+    checkpoint.read(wanted, strict=False)
+    return states
+
+
+def _weight_of(state: Mapping[str, Tensor], where: str) -> PackedTensor | QuantizedTensor:
     kind = PackedTensor if "panels" in state else QuantizedTensor
     try:
         return kind.from_state_dict(state)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: {name}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _check_shape(

@@ -54,7 +54,7 @@ def stream(
     layers = tuple(_Layer(name, _is_transposed(layer, weight)) for name, layer, weight in linear_weights(module))
     if any(not layer.name for layer in layers):
         raise ValueError(f"{type(module).__name__} is one layer; pass the module that contains it")
-    filling = _Filling(tensors, _aliases(module), device)
+    filling = _LayerFiller(tensors, _aliases(module), device)
     rows = {layer.name: row for layer in layers if (row := filling.place(module, layer, choose(layer.name)))}
     kept = _outliers(rows) if outliers else []
     for layer in layers:
@@ -76,7 +76,7 @@ class _Layer:
 
 @final
 @attrs.frozen(eq=False)
-class _Filling:
+class _LayerFiller:
     """Files, and where the parts of one module are in them."""
 
     tensors: Tensors
