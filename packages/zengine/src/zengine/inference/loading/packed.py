@@ -150,7 +150,7 @@ def load_packed(
     _check_names(module, checkpoint, parts)
     rows = []
     states = _read_states(checkpoint, parts)
-    for name in parts:
+    for name in [name for name, _ in module.named_modules() if name in parts]:
         weight = _weight_of(states.pop(name), f"{checkpoint.path}: {name}")
         _check_shape(module, name, weight, checkpoint)
         put_quantized(module, name, weight.to(device))
