@@ -81,6 +81,17 @@ def test_a_packed_model_is_written_once_and_read_without_quantizing(
     assert torch.equal(engine(IDS), first)
 
 
+def test_a_packed_model_is_not_split(file: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "packed")
+    given = {"dtype": "int8", "checkpoint": str(file), "save_mp_checkpoint_path": folder}
+    deepspeed.init_inference(on_meta(), given)
+    told = "is a quantized model written for 1 tensor-parallel rank, and .* splits whole weights over several"
+    with pytest.raises(ValueError, match=told):
+        deepspeed.init_inference(
+            on_meta(), {"dtype": "fp32", "checkpoint": folder, "tensor_parallel": {"tp_size": 2}}
+        )
+
+
 def test_files_that_do_not_fit_change_nothing(file: Path) -> None:
     safetensors.torch.save_file({"up.weight": torch.ones(3, 3)}, file)
     module = Model()

@@ -18,7 +18,7 @@ from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
-from zengine.deepspeed.inference.files import load_quantized, save_quantized
+from zengine.deepspeed.inference.files import check_ranks, load_quantized, save_quantized
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
 from zengine.inference.loading import weights
 from zengine.inference.quantized import LayerError
@@ -162,6 +162,7 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
             _log_layers(rows)
             return module.to(device)
     if path is not None:
+        check_ranks(config.files)
         weights.check_fits(module, path, base_dir)
     elif is_on_meta:
         raise ValueError(

@@ -30,7 +30,7 @@ from zengine.inference.quantized import LayerError
 
 __all__ = [
     *("CHECKPOINT_CONFIG", "FILE_KEYS", "InferenceCheckpointConfig", "WeightFiles"),
-    *("file_problems", "load_quantized", "read_files", "save_quantized"),
+    *("check_ranks", "file_problems", "load_quantized", "read_files", "save_quantized"),
 ]
 
 
@@ -112,6 +112,17 @@ def file_problems(given: Mapping[str, Any], section: Mapping[str, Any], *, is_qu
             reason="save_mp_checkpoint_path writes quantized weights, and none are",
             key="init_inference.save_mp_checkpoint_path",
             suggestion='Pass dtype="int8" or quant={"weight": {"num_bits": 4}}, or remove it.',
+        )
+
+
+def check_ranks(files: WeightFiles) -> None:
+    """Raise ValueError if the checkpoint is a packed model, for a run on several ranks."""
+    packed = files.packed
+    if packed is not None:
+        raise ValueError(
+            f"{packed.path} is a quantized model written for {packed.num_ranks} tensor-parallel "
+            f"rank{'s' * (packed.num_ranks != 1)}, and init_inference() splits whole weights over several: pass the "
+            "model's own folder as checkpoint."
         )
 
 
