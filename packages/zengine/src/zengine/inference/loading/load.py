@@ -29,8 +29,6 @@ __all__ = ["LoadedModel", "fill", "load_model"]
 
 log = logging.getLogger("zengine")
 
-# of logits, where activations are rounded to 8 bits: a last bit that differs may change a code
-_QUANTIZED_TOLERANCE = 3e-2
 # keys of a config that no module is built by: the dtype is given, and code of the folder is not run
 _NOT_BUILT = ("quantization_config", "auto_map", "dtype", "torch_dtype")
 _DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.float16)}
@@ -139,7 +137,7 @@ def _build(config: Mapping[str, Any], origin: str, dtype: torch.dtype, most_laye
 
 def _finished(module: nn.Module, report: QuantizationReport, folder: Path | None) -> LoadedModel:
     """Return the filled module with its decoder."""
-    decoder, reason = _recognized(module.eval(), bool(report.layers))
+    decoder, reason = _recognized(module.eval())
     return LoadedModel(module=module, decoder=decoder, reason=reason, report=report, folder=folder)
 
 
@@ -164,11 +162,11 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return Precision(param=dtype).cast_module(module)
 
 
-def _recognized(module: nn.Module, is_quantized: bool) -> tuple[Decoder | None, str]:
+def _recognized(module: nn.Module) -> tuple[Decoder | None, str]:
     """Return the verified decoder, or None with the reason."""
     try:
         decoder = recognize(module)
-        verify(decoder, module, tolerance=_QUANTIZED_TOLERANCE if is_quantized else None)
+        verify(decoder, module)
     except NotRecognized as error:
         reason = str(error)
     except Exception as error:  # of the module's own code, whose forward may take no token ids
