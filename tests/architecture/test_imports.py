@@ -132,6 +132,15 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
     # one token on all tensor ranks
     "deepspeed/inference/generation.py": {"zpartition": {"tensor.agree_on_random_numbers"}},
+    # files become modules: containers by zckpt, codes by zprecision, names and shapes compared by zpartition
+    "inference/loading/": {
+        "zckpt": {"Shard", "find", "interchange", "open_checkpoint", "read_gguf", "save", "whole"},
+        "zprecision": {
+            *("Precision", "quant.GroupedCodes", "quant.format_named", "quant.from_blocks"),
+            *("quant.read_awq", "quant.read_compressed", "quant.read_gptq"),
+        },
+        "zpartition": {"FullTensors", "check_slices", "load_own_slices"},
+    },
     "deepspeed/inference/quantization.py": {"zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8"}},
     # launches through torch's own functions are announced
     "deepspeed/comm/verbs.py": {"zcomm": {"launching"}},

@@ -11,7 +11,8 @@ from zengine.inference.decoder import DecoderPass
 from zengine.inference.quality import compare
 from zengine.inference.quantized import projections, quantized
 from zengine.inference.quantized_modules import quantize_linears
-from zengine.inference.recognize import NotRecognized, recognize
+from zengine.inference.recognize import recognize
+from zengine.inference.verify import verify
 from zprecision.quant import Int4, Int8, dequantize, quantize
 
 
@@ -62,11 +63,17 @@ def test_a_layer_that_four_bits_do_not_suit_gets_eight() -> None:
     assert {layer.name: layer.format for layer in report.layers}["blocks.1.grow"] == "int8"
 
 
-def test_a_module_with_quantized_layers_is_not_recognized_and_says_what_to_do() -> None:
+def test_a_module_with_quantized_layers_is_recognized_over_its_quantized_weights() -> None:
     subject = model()
     quantize_linears(subject, lambda _: Int8())
-    with pytest.raises(NotRecognized, match="Model has quantized layers: recognize it before"):
-        recognize(subject)
+    decoder = recognize(subject)
+    assert decoder.head.projection.weight is subject.head.weight
+    verify(decoder, subject)
+    ids = windows()[0]
+    found = DecoderPass(decoder, KVCache.create(decoder, 1, TIME)).forward_all(ids, 0)
+    with torch.no_grad():
+        wanted = subject(ids[None])[0]
+    assert (found - wanted).norm() < 1e-3 * wanted.norm()
 
 
 def test_the_replaced_weights_are_not_held() -> None:

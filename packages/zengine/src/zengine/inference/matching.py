@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from zengine.inference.attend import attend, causal_mask
 from zengine.inference.observe import Call
+from zengine.inference.quantized_modules import QuantizedLinear
 from zengine.inference.structure import MLP, Attention, FusedQKV, Norm, Projection, Rotary, RotaryStyle, Unary
 
 __all__ = ["Constants", "closest", "equal", "match_activation", "match_attention", "match_norm", "projection"]
@@ -97,6 +98,8 @@ class Constants:
 def projection(call: Call) -> Projection | None:
     """Return the projection that a call computes; None if its module is no linear layer."""
     weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
+    if isinstance(call.module, QuantizedLinear):
+        return Projection(call.name, call.module.weight, call.module.bias)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(call.module, nn.Embedding):
         return None
     width_in, width_out = call.input.shape[-1], call.output.shape[-1]

@@ -25,6 +25,7 @@ from zprecision.quant import Format, PackedTensor, QuantizedTensor, format_name,
 __all__ = [
     "QuantizedLinear",
     "linear_weights",
+    "put_quantized",
     "quantize_linears",
     "quantized_layer",
     "scales_of",
@@ -171,17 +172,22 @@ def quantize_linears(module: nn.Module, choose: Callable[[str], Format | None]) 
         raise ValueError(f"{type(module).__name__} has no linear layers to quantize")
     rows = []
     while found:  # drops each matrix before the next
-        name, layer, weight, format = found.pop(0)
+        name, _, weight, format = found.pop(0)
         assert format is not None
-        rows.append(_replace(module, name, layer, weight, format))
+        rows.append(_replace(module, name, weight, format))
     return rows
 
 
-def _replace(module: nn.Module, name: str, layer: nn.Module, weight: Tensor, format: Format) -> LayerError:
+def _replace(module: nn.Module, name: str, weight: Tensor, format: Format) -> LayerError:
     packed, row = quantize_weight(name, weight, format)
-    parent, _, last = name.rpartition(".")
-    setattr(module.get_submodule(parent), last, quantized_layer(layer, packed))
+    put_quantized(module, name, packed)
     return row
+
+
+def put_quantized(module: nn.Module, name: str, weight: QuantizedTensor | PackedTensor) -> None:
+    """Replace the layer `name` of `module` by a quantized one, which keeps its bias and its place among ranks."""
+    parent, _, last = name.rpartition(".")
+    setattr(module.get_submodule(parent), last, quantized_layer(module.get_submodule(name), weight))
 
 
 def _check_split(name: str, layer: nn.Module, format: Format) -> None:

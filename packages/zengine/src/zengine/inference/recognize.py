@@ -67,11 +67,6 @@ def recognize(
     """
     if model.training:
         raise ValueError("recognize() needs a model in eval mode: call model.eval() first")
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
-        raise NotRecognized(
-            f"{type(model).__name__} has quantized layers: recognize it before, and quantize the decoder "
-            "(zengine.inference.quantized)"
-        )
     config = getattr(model, "config", None)
     windows = Constants.of((), config).windows
     num_tokens = max((num_tokens, *(window + 8 for window in windows if window <= _MOST_WINDOW)))
@@ -219,7 +214,7 @@ class _Recognition:
         """Return the call of a child with weights that treats each position by itself, if there is one."""
         for call in inside:
             is_child = call.name.count(".") == block.name.count(".") + 1
-            holds = any(param.dim() > 1 for param in call.module.parameters())
+            holds = _has_matrices(call.module)
             same = call.input.shape == block.input.shape == call.output.shape
             if is_child and holds and same and projection(call) is None and _is_by_position(call):
                 return call
@@ -321,6 +316,11 @@ def _mlp_input(
     raise NotRecognized(
         f"{name}: its MLP reads neither the sum of input and attention, nor the block's input, normed"
     )
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    is_quantized = any(isinstance(child, QuantizedLinear) for child in module.modules())
+    return is_quantized or any(param.dim() > 1 for param in module.parameters())
 
 
 def _is_by_position(call: Call) -> bool:

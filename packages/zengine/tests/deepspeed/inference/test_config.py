@@ -15,6 +15,7 @@ from zengine.deepspeed.inference.config import (
     default_inference_config,
     merge_config,
 )
+from zengine.deepspeed.inference.files import WeightFiles
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,9 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
     ("key", "value", "told"),
     [
         ("mp_size", 0, "must be >= 1"),
-        ("save_mp_checkpoint_path", "here", "a checkpoint has whole weights, and each rank reads its part"),
+        ("save_mp_checkpoint_path", "here", "writes quantized weights, and none are"),
+        ("save_mp_checkpoint_path", 5, "must be a path"),
+        ("checkpoint_config", {"checkpoint_dir": 5}, "must be the path of a weight file"),
         ("quant", {"weight": {"num_bits": 3}}, "must be 8 or 4"),
         ("quant", {"weight": {"post_init_quant": {"fc": 5}}}, "which is no object"),
         ("quant", {"weight": {"post_init_quant": {"fc": {"symmetric": "false"}}}}, "must be true or false"),
@@ -60,7 +63,7 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
         ("dtype", "int4", 'for 4 bits, quant={"weight": {"num_bits": 4}}'),
         ("dtype", torch.uint8, "must be float32, float16, bfloat16 or int8"),
         ("max_out_token", 5, 'Did you mean "max_out_tokens"'),
-        ("checkpoint", {"type": "Megatron"}, "the path of a weight file"),
+        ("checkpoint", 5, "the path of a weight file"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(key, value, told):
@@ -93,6 +96,18 @@ def test_deepspeed_s_fields_are_arguments_and_attributes():
     with pytest.raises(ValueError, match="must be >= 1"):
         made.max_out_tokens = 0
     assert DtypeEnum.from_str("half") is DtypeEnum.fp16
+
+
+def test_files_are_given_by_keys_of_their_own_or_by_a_section():
+    section = {"checkpoint_dir": "a", "base_dir": "b", "save_mp_checkpoint_path": "c"}
+    flat = {"checkpoint": Path("a"), "base_dir": "b", "save_mp_checkpoint_path": "c"}
+    made = [
+        DeepSpeedInferenceConfig.of({"dtype": "int8", **given})
+        for given in (flat, {"checkpoint_config": section}, {"ckpt_config": section}, {"checkpoint": "a", **flat})
+    ]
+    assert {each.files for each in made} == {WeightFiles(checkpoint="a", base_dir="b", save_path="c")}
+    with pytest.raises(ValueError, match=r"checkpoint is 'x', and checkpoint_config\.checkpoint_dir is 'a'"):
+        DeepSpeedInferenceConfig.of({"dtype": "int8", "checkpoint": "x", "checkpoint_config": section})
 
 
 def test_an_injection_policy_has_an_effect_where_layers_are_split():

@@ -1,6 +1,7 @@
 """Block quantization: formats, quantized tensors, products with them."""
 
 from zprecision.quant.activations import quantize_activations
+from zprecision.quant.foreign import GroupedCodes, read_awq, read_compressed, read_gptq
 from zprecision.quant.formats import (
     NF4,
     Q4_0,
@@ -29,6 +30,7 @@ __all__ = [
     "Q8_0",
     "Format",
     "Fp8",
+    "GroupedCodes",
     "Int4",
     "Int8",
     "PackedTensor",
@@ -44,6 +46,9 @@ __all__ = [
     "pack",
     "quantize",
     "quantize_activations",
+    "read_awq",
+    "read_compressed",
+    "read_gptq",
     "to_blocks",
     "unit_of",
 ]

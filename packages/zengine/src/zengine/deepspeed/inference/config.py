@@ -15,6 +15,14 @@ from zengine.config import ConfigError, Problem
 from zengine.config.grammar.kinds import ANYTHING, TEXT, TRUTH, Mismatch, ValueKind, whole
 from zengine.config.grammar.source import read
 from zengine.config.grammar.table import Key, Row, Section, Support, ignored, renamed
+from zengine.deepspeed.inference.files import (
+    CHECKPOINT_CONFIG,
+    FILE_KEYS,
+    InferenceCheckpointConfig,
+    WeightFiles,
+    file_problems,
+    read_files,
+)
 from zengine.deepspeed.inference.offloading import WeightOffload, read_offload, read_zero
 from zengine.deepspeed.inference.parallel import (
     MOE,
@@ -77,12 +85,6 @@ def _read_policy(value: object) -> object:
     raise Mismatch("must be a mapping from classes of blocks to names of layers in them")
 
 
-def _read_path(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    raise Mismatch("must be the path of a weight file or of a Hugging Face folder")
-
-
 def _read_off(value: Any) -> object:
     """Return {} for a section that says that it is off: configs that are written out whole have such sections."""
     section = value if isinstance(value, Mapping) else {"enabled": bool(value)}
@@ -97,13 +99,12 @@ def _only(default: Any, why: str, hint: str, kind: ValueKind = ANYTHING) -> Key:
     return Key(support=Support.FIXED, kind=kind, matching=(default,), why=why, hint=hint)
 
 
-_WHOLE = "a checkpoint has whole weights, and each rank reads its part of them"
 _KEYS: dict[str, Row] = {
     "dtype": honoured(kind=ValueKind("a dtype", _read_dtype), default=torch.float16),
     "max_out_tokens": honoured(kind=whole(1), default=1024),
     "max_tokens": renamed(whole(1), "max_out_tokens", what="another name"),
     "keep_module_on_host": honoured(kind=TRUTH, default=False),
-    "checkpoint": honoured(kind=ValueKind("a path", _read_path)),
+    **FILE_KEYS,
     "injection_policy": honoured(kind=ValueKind("a policy", _read_policy)),
     "injection_dict": renamed(ANYTHING, "injection_policy", what="another name"),
     "tensor_parallel": Section(keys=TENSOR),
@@ -132,10 +133,8 @@ _KEYS: dict[str, Row] = {
     "args": renamed(ANYTHING, "config", what="another name"),
     # only the default
     "zero": honoured(kind=ValueKind("a ZeRO section", read_zero), default={}),
-    "base_dir": _only("", "a checkpoint is one path", "Pass the whole path as checkpoint."),
-    "save_mp_checkpoint_path": _only(None, _WHOLE, "Remove it, and pass the whole model as checkpoint."),
-    "checkpoint_config": _only({}, _WHOLE, "Pass a path as checkpoint.", _OFF),
-    "ckpt_config": renamed(_OFF, "checkpoint_config", what="another name"),
+    "checkpoint_config": Section(keys=CHECKPOINT_CONFIG),
+    "ckpt_config": renamed(ANYTHING, "checkpoint_config", what="another name"),
 }
 
 
@@ -152,6 +151,7 @@ class DeepSpeedInferenceConfig(SectionModel):
         "tensor_parallel": DeepSpeedTPConfig,
         "moe": DeepSpeedMoEConfig,
         "quant": QuantizationConfig,
+        "checkpoint_config": InferenceCheckpointConfig,
     }
     defaults: ClassVar[Mapping[str, Any]] = models
     title = "init_inference"
@@ -161,7 +161,10 @@ class DeepSpeedInferenceConfig(SectionModel):
     )
     min_out_tokens: int  # init_inference() raises if the memory does not suffice for as many
     keep_module_on_host: bool  # do not move the module
-    checkpoint: str | None  # file or folder of the weights to load
+    checkpoint: str | Mapping[str, Any] | None  # weights to load: a path, or DeepSpeed's list of files
+    base_dir: str  # of relative paths
+    save_mp_checkpoint_path: str | None  # folder to write the quantized model to
+    checkpoint_config: InferenceCheckpointConfig
     tensor_parallel: DeepSpeedTPConfig
     moe: DeepSpeedMoEConfig
     quant: QuantizationConfig
@@ -172,7 +175,9 @@ class DeepSpeedInferenceConfig(SectionModel):
             key: _plain(key, data[key]) for key in sorted(data, key=lambda key: key != "tp") if data[key] is not None
         }
         super().__init__(strict, **given)  # `tp` is another name of the section into which other old names move
-        problems = [*conflicts(self.tensor_parallel, self.injection_policy), *self._graph_conflicts()]
+        is_quantized = self.quantization is not None
+        written = file_problems(self.given(), self.checkpoint_config.given(), is_quantized=is_quantized)
+        problems = [*conflicts(self.tensor_parallel, self.injection_policy), *self._graph_conflicts(), *written]
         if self.offload is not None and not self.parallelism.is_single_rank:
             reason = "weights that are streamed block by block are not split over ranks"
             problems.append(Problem(reason=reason, key="init_inference.zero", suggestion="Leave one of them out."))
@@ -209,6 +214,11 @@ class DeepSpeedInferenceConfig(SectionModel):
     def quantization(self) -> WeightQuantization | None:
         """Formats of the linear layers; None if they are not quantized."""
         return read_quantization(self.dtype, self.quant.given())
+
+    @property
+    def files(self) -> WeightFiles:
+        """Files that weights are read from, and written to."""
+        return read_files(self.given(), self.checkpoint_config.given())
 
     @property
     def offload(self) -> WeightOffload | None:
@@ -250,7 +260,9 @@ def _plain(key: str, value: Any) -> Any:
         value = {"tp_size": value}
     elif key == "moe" and isinstance(value, bool):
         value = {"enabled": value}
-    is_section = key in ("tensor_parallel", "tp", "moe") and isinstance(value, Mapping)
+    is_section = key in ("tensor_parallel", "tp", "moe", "checkpoint_config", "ckpt_config") and isinstance(
+        value, Mapping
+    )
     return {name: inner for name, inner in value.items() if inner is not None} if is_section else value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,13 +22,16 @@ from torch.utils.hooks import RemovableHandle
 import zpartition
 from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
-from zengine.deepspeed.inference import generation, memory, offloading, splitting, weights
+from zengine.deepspeed.inference import generation, memory, offloading, splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
+from zengine.deepspeed.inference.files import check_ranks, load_quantized, save_quantized
 from zengine.deepspeed.inference.fused import FusedPath, has_quantized_layers, recognized, reject_prompt
 from zengine.deepspeed.inference.graphs import GraphedModule
 from zengine.deepspeed.inference.offloading import WeightOffload
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
+from zengine.inference.loading import weights
 from zengine.inference.offload import WeightStream
+from zengine.inference.quantized import LayerError
 from zengine.inference.quantized_modules import linear_weights, quantize_linears, scales_of, unquantized
 from zengine.inference.structure import Decoder
 
@@ -222,11 +225,12 @@ class InferenceEngine(nn.Module):
 
         Raises ValueError if the config has no checkpoint, or if it does not fit.
         """
-        if self._config.checkpoint is None:
+        files = self._config.files
+        if files.checkpoint is None:
             raise ValueError(
                 "load_model_with_checkpoint() needs init_inference(checkpoint=...), which was not given."
             )
-        weights.load(r_module, self._config.checkpoint)
+        weights.load(r_module, files.checkpoint, files.base_dir)
 
     def destroy(self) -> None:
         """Stop measuring, and free caches, graphs and unused device memory.  The engine remains usable."""
@@ -284,10 +288,17 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
     host = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
     device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
     dtype = _compute_dtype(module, config, device)
-    path, is_on_meta = config.checkpoint, weights.is_on_meta(module)
+    path, base_dir, is_on_meta = config.files.checkpoint, config.files.base_dir, weights.is_on_meta(module)
     _check_memory(module, config, dtype, device)
+    if path is not None and config.parallelism.is_single_rank and config.offload is None:
+        rows = load_quantized(module, config.files, config.quantization, dtype, device)
+        if rows is not None:
+            _log_layers(rows, module)
+            module = module.to(device).eval()
+            return _with_path(module, _recognize(module, config), config)
     if path is not None:
-        weights.check_fits(module, path)
+        check_ranks(config.files)
+        weights.check_fits(module, path, base_dir)
     elif is_on_meta:
         raise ValueError(
             f"{type(module).__name__} is on the meta device and has no weights: pass checkpoint=, a weight file "
@@ -298,7 +309,7 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
     if is_on_meta and _needs_run(module, config):
         assert path is not None
         weights.materialize(module, host)
-        weights.load(module, path)
+        weights.load(module, path, base_dir)
         path = None
     split = splitting.plan_split(module, config.parallelism)
     split.agree(module)
@@ -312,12 +323,17 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
     split.apply(module)
     if path is not None:
         weights.materialize(module, host if is_moved_late else device)
-        weights.load(module, path)
+        weights.load(module, path, base_dir)
     module = (module if is_moved_late else module.to(device)).eval()
     decoder = _recognize(module, config)
     if config.quantization is not None:
         _quantize(module, config)
+        save_quantized(module, config.files)
     module = module.to(device)
+    return _with_path(module, decoder, config)
+
+
+def _with_path(module: nn.Module, decoder: Decoder | None, config: DeepSpeedInferenceConfig) -> _Prepared:
     return _Prepared(module, None if decoder is None else FusedPath.of(decoder, module, config.max_out_tokens))
 
 
@@ -346,7 +362,7 @@ def _prepare_streamed(
         if any(format is not None for format in formats.values()):
             quantize_linears(part, formats.get)
 
-    with weights.opened(module, config.checkpoint) as tensors:
+    with weights.opened(module, config.files.checkpoint, config.files.base_dir) as tensors:
         loader = functools.partial(weights.load_part, tensors=tensors)
         stream = offloading.fill_and_park(module, offload, device, loader, finish)
     return _Prepared(module.eval(), stream=stream)
@@ -388,7 +404,10 @@ def _recognize(module: nn.Module, config: DeepSpeedInferenceConfig) -> Decoder |
 def _quantize(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     """Replace linear layers by quantized ones, and log how much they were rounded, and what was left."""
     assert config.quantization is not None
-    rows = quantize_linears(module, config.quantization.format_of)
+    _log_layers(quantize_linears(module, config.quantization.format_of), module)
+
+
+def _log_layers(rows: Sequence[LayerError], module: nn.Module) -> None:
     worst, left = max(rows, key=lambda row: row.error), unquantized(module)
     log.info(
         "init_inference: %d linear layers quantized to %s, %s bytes; largest relative error %.3g (%s); not quantized:"

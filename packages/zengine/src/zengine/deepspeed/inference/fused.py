@@ -121,8 +121,8 @@ class FusedPath:
         """
         on_device, logits = tokens.to(self.decoder.embedding.tokens.device), logits.clone()
         with self.timed():
-            for slot in slots:
-                logits[slot] = steps.forward(on_device[slot : slot + 1], slot)
+            at = list(slots)
+            logits[at] = steps.forward_each(on_device[at], at)
         return logits
 
 

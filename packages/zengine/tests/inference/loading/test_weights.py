@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from zengine.deepspeed.inference import weights
+from zengine.inference.loading import weights
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 
 import zpartition
 from zengine.checkpoint.huggingface import to_module_names
+from zengine.inference.loading.sources import Given, open_source
 
-__all__ = ["check_fits", "is_on_meta", "load", "load_part", "materialize", "opened"]
+__all__ = [
+    *("check_fits", "is_on_meta", "load", "load_part", "materialize", "named_by_module", "opened", "stored_tensors"),
+]
+
+_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -48,32 +53,33 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     _make_buffers(module, [(child, name) for child, name in meta_buffers if id(child.get_buffer(name)) not in kept])
 
 
-def load(module: nn.Module, path: str) -> None:
-    """Load the weights of a file or folder, tensor by tensor, this rank's rows of each.
+def load(module: nn.Module, path: Given, base_dir: str = "") -> None:
+    """Load weights from what `open_source` opens, tensor by tensor, this rank's rows of each; codes are decoded.
 
     Raises ValueError, with nothing loaded, for missing or unexpected names and wrong shapes.
     """
-    with _open_slices(module, path) as weights:
-        zpartition.load_own_slices(module, weights)
+    with open_source(path, base_dir) as source:
+        zpartition.load_own_slices(module, named_by_module(source.tensors, module))
+        source.adjust(module)
 
 
-def check_fits(module: nn.Module, path: str) -> None:
+def check_fits(module: nn.Module, path: Given, base_dir: str = "") -> None:
     """Raise the ValueError of `load`, without changing `module`."""
-    with _open_slices(module, path) as weights:
+    with open_source(path, base_dir) as source:
         try:
-            zpartition.check_slices(module, weights)
+            zpartition.check_slices(module, named_by_module(source.tensors, module))
         except ValueError as error:
-            raise ValueError(f"{path} does not fit {type(module).__name__}: {error}") from None
+            raise ValueError(f"{source.origin} does not fit {type(module).__name__}: {error}") from None
 
 
 @contextmanager
-def opened(module: nn.Module, path: str | None) -> Iterator[Mapping[str, Any] | None]:
+def opened(module: nn.Module, path: Given | None, base_dir: str = "") -> Iterator[Mapping[str, Any] | None]:
     """Open the tensors of a file or folder by the names of `module`, for `load_part`; None without a path."""
     if path is None:
         yield None
         return
-    with _open_slices(module, path) as tensors:
-        yield tensors
+    with open_source(path, base_dir) as source:
+        yield named_by_module(source.tensors, module)
 
 
 def load_part(part: nn.Module, name: str, tensors: Mapping[str, Any] | None) -> None:
@@ -86,15 +92,24 @@ def load_part(part: nn.Module, name: str, tensors: Mapping[str, Any] | None) -> 
     zpartition.load_own_slices(part, {key: tensors[prefix + key] for key in own if prefix + key in tensors})
 
 
-@contextmanager
-def _open_slices(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
-    """Open the slices of files by the module's names, for a whole or split module."""
-    import zckpt.interchange  # lazy: slow to import
+def named_by_module(tensors: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Return tensors of files under the names of `module`, which may be whole or split over ranks.
 
+    Frequencies of rotary positions, which older folders have, are omitted: the module computes them.
+    """
     joining, held = zpartition.FullTensors.of(module), module.state_dict(keep_vars=True)
     shapes = {name: joining.shape(value) for name, value in held.items() if isinstance(value, Tensor)}
-    with zckpt.interchange.read_weights(path) as weights:
-        yield to_module_names(weights, module, shapes)
+    known = {name: value for name, value in tensors.items() if name in shapes or not name.endswith(_FREQUENCIES)}
+    return to_module_names(known, module, shapes)
+
+
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of `module`; a tied one under its first name."""
+    yield from module.named_parameters()
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def _own_tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:

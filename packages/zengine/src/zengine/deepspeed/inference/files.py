@@ -1,0 +1,162 @@
+"""Files of an inference config: `checkpoint`, `base_dir`, `save_mp_checkpoint_path`, and `checkpoint_config`.
+
+    {"checkpoint": "llama-3-8b", "dtype": "int8", "save_mp_checkpoint_path": "llama-3-8b-int8"}     once
+    {"checkpoint": "llama-3-8b-int8", "dtype": "int8"}                                              from then on
+
+Layers are quantized while the files are read, so the unquantized model is never in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import attrs
+import torch
+from torch import nn
+
+from zengine.config import Problem
+from zengine.config.grammar.kinds import Mismatch, ValueKind
+from zengine.config.grammar.table import Row, Section
+from zengine.deepspeed.inference.parallel import honoured
+from zengine.deepspeed.inference.quantization import WeightQuantization
+from zengine.deepspeed.section_model import SectionModel
+from zengine.inference.loading.load import fill
+from zengine.inference.loading.packed import PackedFolder, find_packed, load_packed, save_packed
+from zengine.inference.loading.sources import open_source
+from zengine.inference.quantized import LayerError
+
+__all__ = [
+    *("CHECKPOINT_CONFIG", "FILE_KEYS", "InferenceCheckpointConfig", "WeightFiles"),
+    *("check_ranks", "file_problems", "load_quantized", "read_files", "save_quantized"),
+]
+
+
+def _read_checkpoint(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    raise Mismatch("must be the path of a weight file, a folder or a JSON list of files, or such a list as a dict")
+
+
+def _read_path(value: object) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return str(os.fspath(value))
+    raise Mismatch("must be a path")
+
+
+_CHECKPOINT = ValueKind("a path or a list of files", _read_checkpoint)
+_PATH = ValueKind("a path", _read_path)
+FILE_KEYS: dict[str, Row] = {
+    "checkpoint": honoured(kind=_CHECKPOINT),
+    "base_dir": honoured(kind=_PATH, default=""),
+    "save_mp_checkpoint_path": honoured(kind=_PATH),
+}
+CHECKPOINT_CONFIG: dict[str, Row] = {
+    "checkpoint_dir": honoured(kind=_CHECKPOINT),
+    "base_dir": honoured(kind=_PATH),
+    "save_mp_checkpoint_path": honoured(kind=_PATH),
+}
+_SAME = {"checkpoint_dir": "checkpoint", "base_dir": "base_dir", "save_mp_checkpoint_path": "save_mp_checkpoint_path"}
+
+
+@final
+class InferenceCheckpointConfig(SectionModel):
+    """Section `checkpoint_config`: another home of three keys."""
+
+    rows = Section(keys=CHECKPOINT_CONFIG)
+    title = "init_inference.checkpoint_config"
+    models: ClassVar[Mapping[str, type[SectionModel]]] = {}
+
+
+@attrs.frozen(kw_only=True)
+class WeightFiles:
+    """Files that weights are read from, and written to."""
+
+    checkpoint: str | Mapping[str, Any] | None = None  # a path, or DeepSpeed's list of files
+    base_dir: str = ""  # of relative paths
+    save_path: str | None = None  # folder that the quantized model is written to
+
+    @property
+    def packed(self) -> PackedFolder | None:
+        """Return the packed model that the checkpoint is; None if it is none."""
+        is_path = isinstance(self.checkpoint, str)
+        return find_packed(Path(self.base_dir, str(self.checkpoint))) if is_path else None
+
+
+def read_files(given: Mapping[str, Any], section: Mapping[str, Any]) -> WeightFiles:
+    """Return the files of a config; section: its `checkpoint_config`."""
+    merged = {_SAME[key]: value for key, value in section.items()} | {
+        key: value for key, value in given.items() if key in FILE_KEYS and value is not None
+    }
+    return WeightFiles(
+        checkpoint=merged.get("checkpoint"),
+        base_dir=merged.get("base_dir") or "",
+        save_path=merged.get("save_mp_checkpoint_path"),
+    )
+
+
+def file_problems(given: Mapping[str, Any], section: Mapping[str, Any], *, is_quantized: bool) -> Iterator[Problem]:
+    """Yield a problem for each key that is given twice, and for a path to save to without a quantization."""
+    for key, value in section.items():
+        other = given.get(_SAME[key])
+        if other is not None and other != value:
+            reason = f"{_SAME[key]} is {other!r}, and checkpoint_config.{key} is {value!r}"
+            yield Problem(reason=reason, key=f"init_inference.{_SAME[key]}", suggestion="Keep one of them.")
+    files = read_files(given, section)
+    if files.save_path is not None and not is_quantized:
+        yield Problem(
+            reason="save_mp_checkpoint_path writes quantized weights, and none are",
+            key="init_inference.save_mp_checkpoint_path",
+            suggestion='Pass dtype="int8" or quant={"weight": {"num_bits": 4}}, or remove it.',
+        )
+
+
+def check_ranks(files: WeightFiles) -> None:
+    """Raise ValueError if the checkpoint is a packed model, for a run on several ranks."""
+    packed = files.packed
+    if packed is not None:
+        raise ValueError(
+            f"{packed.path} is a quantized model written for {packed.num_ranks} tensor-parallel "
+            f"rank{'s' * (packed.num_ranks != 1)}, and init_inference() splits whole weights over several: pass the "
+            "model's own folder as checkpoint."
+        )
+
+
+def load_quantized(
+    module: nn.Module,
+    files: WeightFiles,
+    quantization: WeightQuantization | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[LayerError, ...] | None:
+    """Fill a whole module from files, quantizing its layers on the way; return a row for each.
+
+    dtype: of the other parameters.
+
+    Returns None, with nothing done, if no file is given, or neither quantization nor a packed model.  Writes the
+    packed model if `files` asks for it.  Raises ValueError and CheckpointError as `load_model` does.
+    """
+    if files.checkpoint is None:
+        return None
+    if (packed := files.packed) is not None:
+        return load_packed(module.to(dtype=dtype), packed, device).layers
+    if quantization is None:
+        return None
+    with open_source(files.checkpoint, files.base_dir) as source:
+        rows = fill(module.to(dtype=dtype), source, quantization.format_of, device, outliers=False).layers
+        if not rows:
+            raise ValueError(f"{type(module).__name__} has no linear layers to quantize")
+        save_quantized(module, files, source.folder)
+    return rows
+
+
+def save_quantized(
+    module: nn.Module, files: WeightFiles, folder: Path | None = None, *, rank: int = 0, num_ranks: int = 1
+) -> None:
+    """Write a quantized module, whole or this rank's part, if `files` asks for it; folder: of its tokenizer."""
+    if files.save_path is not None:
+        save_packed(module, files.save_path, source=folder, rank=rank, num_ranks=num_ranks)

@@ -1,0 +1,177 @@
+"""`load_model`: from a path to a module that runs, quantized while it streams.
+
+Phases: open the source; build the module without memory; fill it layer by layer; recognize its decoder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from zengine.inference.loading import weights
+from zengine.inference.loading.packed import find_packed, load_packed
+from zengine.inference.loading.sources import Given, Source, open_source, read_config
+from zengine.inference.loading.stored import QuantizedSlice
+from zengine.inference.loading.streaming import ChooseFormat, stream
+from zengine.inference.quantized import QuantizationReport
+from zengine.inference.recognize import NotRecognized, recognize
+from zengine.inference.structure import Decoder
+from zengine.inference.verify import verify
+from zprecision.quant import Format, format_named
+
+__all__ = ["LoadedModel", "fill", "load_model"]
+
+log = logging.getLogger("zengine")
+
+# keys of a config that no module is built by: the dtype is given, and code of the folder is not run
+_NOT_BUILT = ("quantization_config", "auto_map", "dtype", "torch_dtype")
+_DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run."""
+
+    module: nn.Module  # in eval mode; its quantized layers are QuantizedLinear
+    decoder: Decoder | None  # recognized in the module, over the same weights; None if it is no known decoder
+    reason: str  # that it is not recognized for; "" if it is
+    report: QuantizationReport  # its quantized layers; empty if none are
+    folder: Path | None  # that may have the tokenizer
+
+
+def load_model(
+    path: Given,
+    *,
+    format: Format | str | ChooseFormat | None = None,
+    dtype: torch.dtype | None = None,
+    module: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    base_dir: str = "",
+) -> LoadedModel:
+    """Load a model for inference, quantizing its linear layers while the files are read.
+
+    The peak of memory is the loaded model and one layer at work.
+
+    path: a Hugging Face folder (plain, GPTQ, AWQ or compressed-tensors), a GGUF file, a `.safetensors` or `.pt` file,
+        a zckpt checkpoint or the root of some, a folder of `save_packed`, or DeepSpeed's list of files (a mapping, or
+        the path of its JSON).
+    format: of the linear layers: a value, its text ("int4", "int8-g64"), or a function from a layer's name to its
+        format or None.  Layers that need more than four bits get eight (see `zengine.inference.quantized`).  Layers
+        that the files hold as codes of at most as many bits keep their codes, and those of `save_packed` always do.
+        None: nothing is quantized here.
+    dtype: of the other parameters, and of activations.  None: that of `module`; else float32 if layers are quantized,
+        and that of the model's config if none are.
+    module: the model to fill; it may be on the meta device.  None: Transformers' model for the config beside the
+        weights, or in the GGUF file.
+    device: of the loaded model, if `module` has no memory yet.
+    base_dir: folder of `path`, or of the files of DeepSpeed's list.
+
+    Raises ValueError and CheckpointError: no known format, damaged files, weights that do not fit the model, an
+    unknown format.
+    """
+    choose, place = _chooser(format), torch.device(device)
+    packed = None if isinstance(path, Mapping) else find_packed(Path(base_dir, path))
+    if packed is not None:
+        made = _module(module, read_config(packed.path), str(packed.path), dtype)
+        report = load_packed(made, packed, place)
+        return _finished(made, report, packed.path)
+    with open_source(path, base_dir) as source:
+        wanted = dtype if module is not None else _compute_dtype(dtype, source, format is not None)
+        made = _module(module, source.config, source.origin, wanted, len(source.tensors))
+        return _finished(made, fill(made, source, choose, place), source.folder)
+
+
+def fill(
+    module: nn.Module, source: Source, choose: ChooseFormat, device: torch.device, *, outliers: bool = True
+) -> QuantizationReport:
+    """Fill `module` from an open source, quantizing its layers; see `stream`."""
+    tensors = weights.named_by_module(source.tensors, module)
+    try:
+        report = stream(module, tensors, choose, device, outliers=outliers)
+    except ValueError as error:
+        raise ValueError(f"{source.origin} does not fit {type(module).__name__}: {error}") from error
+    source.adjust(module)
+    return report
+
+
+def _module(
+    given: nn.Module | None,
+    config: Mapping[str, Any],
+    origin: str,
+    dtype: torch.dtype | None,
+    most_layers: int | None = None,
+) -> nn.Module:
+    """Return the given module, cast, or Transformers' model for a config, on the meta device."""
+    if given is None:
+        return _build(config, origin, dtype or torch.float32, most_layers)
+    return given if dtype is None else _cast(given, dtype)
+
+
+def _build(config: Mapping[str, Any], origin: str, dtype: torch.dtype, most_layers: int | None) -> nn.Module:
+    plain = {key: value for key, value in config.items() if key not in _NOT_BUILT}
+    kind, layers = plain.pop("model_type", None), plain.get("num_hidden_layers", 0)
+    if not isinstance(kind, str):
+        raise ValueError(f"{origin} has no config.json with a model_type beside it: pass module=, the model to fill")
+    if isinstance(layers, int) and most_layers is not None and layers > most_layers:
+        raise ValueError(f"{origin}: its config says {layers:,} layers, and it has {most_layers:,} tensors")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"building the model of {origin} needs Transformers: install it, or pass module=") from error
+    try:
+        made = transformers.AutoConfig.for_model(kind, **plain)
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                made, dtype=dtype, trust_remote_code=False
+            )
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(f"{origin}: its config does not describe a causal language model: {error}") from error
+    return model
+
+
+def _finished(module: nn.Module, report: QuantizationReport, folder: Path | None) -> LoadedModel:
+    """Return the filled module with its decoder."""
+    decoder, reason = _recognized(module.eval())
+    return LoadedModel(module=module, decoder=decoder, reason=reason, report=report, folder=folder)
+
+
+def _chooser(format: Format | str | ChooseFormat | None) -> ChooseFormat:
+    if isinstance(format, str):
+        format = format_named(format)
+    if format is None or isinstance(format, Format):
+        return lambda _name: format
+    return format
+
+
+def _compute_dtype(given: torch.dtype | None, source: Source, is_asked: bool) -> torch.dtype:
+    is_quantized = is_asked or any(isinstance(each, QuantizedSlice) for each in source.tensors.values())
+    stored = _DTYPES.get(str(source.config.get("dtype") or source.config.get("torch_dtype")), torch.float32)
+    return given or (torch.float32 if is_quantized else stored)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the floating parameters; buffers, such as rotary frequencies, keep their dtype."""
+    from zprecision import Precision
+
+    return Precision(param=dtype).cast_module(module)
+
+
+def _recognized(module: nn.Module) -> tuple[Decoder | None, str]:
+    """Return the verified decoder, or None with the reason."""
+    try:
+        decoder = recognize(module)
+        verify(decoder, module)
+    except NotRecognized as error:
+        reason = str(error)
+    except Exception as error:  # of the module's own code, whose forward may take no token ids
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return decoder, ""
+    log.info("load_model: %s runs as it is: %s", type(module).__name__, reason)
+    return None, reason

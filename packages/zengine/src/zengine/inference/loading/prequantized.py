@@ -1,0 +1,180 @@
+"""Hugging Face folders whose linear layers are quantized: GPTQ, AWQ and compressed-tensors.
+
+The config says which method a folder has; each quantized layer is a few tensors beside each other (`x.qweight`,
+`x.scales`, ...), which appear here as one, `x.weight`.  The bits are decoded by zprecision, layer by layer.
+
+Sizes and groups are those of the tensors; what the config says of them is compared with these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from zengine.inference.loading.stored import QuantizedSlice, StoredTensor, Tensors
+from zprecision.quant import GroupedCodes, read_awq, read_compressed, read_gptq
+
+__all__ = ["with_whole_weights"]
+
+_MOST_SIZE = 1 << 32  # of a dim that a file names
+
+Parts = Mapping[str, StoredTensor]
+
+
+@attrs.frozen(eq=False)
+class _Method:
+    """A quantization method of a folder."""
+
+    marker: str  # name of the tensor that every quantized layer has
+    parts: tuple[str, ...]  # names of all its tensors
+    shape: Callable[[Parts], tuple[int, int]]  # of the weight, (out, in)
+    read: Callable[[Parts, tuple[int, int]], GroupedCodes]
+
+
+def with_whole_weights(tensors: Tensors, config: Mapping[str, Any], origin: str) -> Tensors:
+    """Return `tensors` with one weight in place of the parts of each quantized layer.
+
+    config: `quantization_config` of the folder's config.json; {}: the folder is not quantized.
+
+    Raises ValueError for a method, layout or number of bits that is not read, and layers with missing parts.
+    """
+    if not config:
+        return tensors
+    method = _method(config, origin)
+    layers = [name.removesuffix(f".{method.marker}") for name in tensors if name.endswith(f".{method.marker}")]
+    if not layers:
+        raise ValueError(
+            f"{origin}: its config names {config.get('quant_method')!r}, but no layer has {method.marker}"
+        )
+    found: dict[str, StoredTensor] = dict(tensors)
+    for layer in layers:
+        names = [part for part in method.parts if f"{layer}.{part}" in found]
+        parts = {part: found.pop(f"{layer}.{part}") for part in names}
+        if f"{layer}.weight" in found:
+            raise ValueError(f"{origin} has both {layer}.weight and {layer}.{method.marker}")
+        try:
+            shape = method.shape(parts)
+        except ValueError as error:
+            raise ValueError(f"{origin}: {layer}: {error}") from error
+        found[f"{layer}.weight"] = QuantizedSlice(
+            f"{origin}: {layer}", shape, functools.partial(method.read, parts, shape)
+        )
+    return found
+
+
+def _method(config: Mapping[str, Any], origin: str) -> _Method:
+    name = str(config.get("quant_method", "")).lower()
+    make = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}.get(name)
+    if make is None:
+        raise ValueError(
+            f"{origin} is quantized by {name or 'an unnamed method'!r}: gptq, awq and compressed-tensors are read; "
+            "export plain weights (bfloat16), and pass format= to quantize them"
+        )
+    try:
+        return make(config)
+    except ValueError as error:
+        raise ValueError(f"{origin}: its {name} layout cannot be read: {error}") from error
+
+
+def _whole(parts: Parts) -> dict[str, Tensor]:
+    return {name: part[...] for name, part in parts.items()}
+
+
+def _sizes(parts: Parts, name: str) -> Sequence[int]:
+    if name not in parts:
+        raise ValueError(f"'{name}' is missing")
+    sizes = parts[name].get_shape()
+    if len(sizes) != 2:
+        raise ValueError(f"'{name}' must be a matrix, and is {tuple(sizes)}")
+    return sizes
+
+
+def _number(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, and must be a whole number")
+    return value
+
+
+def _group(config: Mapping[str, Any]) -> int | None:
+    size = _number(config, "group_size", 128)
+    if size != -1 and size < 1:
+        raise ValueError(f"group_size is {size}, and must be positive, or -1 for one group")
+    return None if size == -1 else size
+
+
+# -- methods ---------------------------------------------------------------------------------------
+
+
+def _gptq(config: Mapping[str, Any]) -> _Method:
+    bits, group = _number(config, "bits", 4), _group(config)
+    layout = config.get("checkpoint_format", "gptq")
+    offsets = {"gptq": 1, "gptq_v2": 0}
+    if bits not in (4, 8):
+        raise ValueError(f"{bits} bits; 4 and 8 are read")
+    if layout not in offsets:
+        raise ValueError(f"checkpoint_format {layout!r}; gptq and gptq_v2 are read")
+
+    def shape(parts: Parts) -> tuple[int, int]:
+        words, outputs = _sizes(parts, "qweight")
+        return outputs, words * (32 // bits)
+
+    def read(parts: Parts, _shape: tuple[int, int]) -> GroupedCodes:
+        return read_gptq(_whole(parts), bits=bits, group=group, zero_offset=offsets[layout])
+
+    return _Method("qweight", ("qweight", "qzeros", "scales", "g_idx"), shape, read)
+
+
+def _awq(config: Mapping[str, Any]) -> _Method:
+    bits, group, layout = _number(config, "bits", 4), _group(config), str(config.get("version", "gemm")).lower()
+    if bits != 4:
+        raise ValueError(f"{bits} bits; 4 are read")
+    if layout != "gemm":
+        raise ValueError(f"version {layout!r}; gemm is read")
+
+    def shape(parts: Parts) -> tuple[int, int]:
+        inputs, words = _sizes(parts, "qweight")
+        return words * 8, inputs
+
+    def read(parts: Parts, _shape: tuple[int, int]) -> GroupedCodes:
+        return read_awq(_whole(parts), group=group)
+
+    return _Method("qweight", ("qweight", "qzeros", "scales"), shape, read)
+
+
+def _compressed(config: Mapping[str, Any]) -> _Method:
+    groups = config.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
+    layouts = {config.get("format"), *(each.get("format") for each in schemes if isinstance(each, Mapping))} - {None}
+    if layouts != {"pack-quantized"}:
+        raise ValueError(f"format {', '.join(sorted(map(str, layouts))) or 'unnamed'}; pack-quantized is read")
+    weights = [each.get("weights") for each in schemes if isinstance(each, Mapping)]
+    for each in weights:
+        if not isinstance(each, Mapping) or each.get("type", "int") != "int" or each.get("num_bits") not in (4, 8):
+            raise ValueError(f"weights of {each!r}; integers of 4 and 8 bits are read")
+    widths = sorted({each["num_bits"] for each in weights if isinstance(each, Mapping)})
+    if not widths:
+        raise ValueError("config_groups is missing")
+
+    def shape(parts: Parts) -> tuple[int, int]:
+        outputs, _ = _sizes(parts, "weight_packed")
+        if "weight_shape" not in parts or list(parts["weight_shape"].get_shape()) != [2]:
+            raise ValueError("'weight_shape' must hold two numbers")
+        named = [int(size) for size in parts["weight_shape"][...].tolist()]
+        if named[0] != outputs or not 0 < named[1] < _MOST_SIZE:
+            raise ValueError(f"'weight_shape' says {tuple(named)}, and 'weight_packed' has {outputs} rows")
+        return named[0], named[1]
+
+    def read(parts: Parts, shape: tuple[int, int]) -> GroupedCodes:
+        words = _sizes(parts, "weight_packed")[1]
+        fitting = [bits for bits in widths if words == -(-shape[1] * bits // 32)]
+        if not fitting:
+            raise ValueError(f"'weight_packed' has {words} words a row, which no {widths} bits for {shape} give")
+        return read_compressed(_whole(parts), bits=fitting[0], shape=shape)
+
+    names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    return _Method("weight_packed", names, shape, read)
