@@ -70,7 +70,8 @@ class Inference:
 
 def judge_inference(folder: Folder, recipe: Recipe, held_out: Windows) -> Inference:
     """Run the newest checkpoint in every format, on some of the held-out windows."""
-    full = recognize(read_model(folder, recipe), GPT.logits)
+    model = read_model(folder, recipe)
+    full = recognize(model, lambda _, ids: model.logits(ids))
     chosen = held_out.stacked(min(JUDGED_WINDOWS, recipe.final_windows)).long()
     decoders: dict[str, Decoder] = {FULL: full}
     reports: dict[str, QuantizationReport] = {}

@@ -11,6 +11,7 @@ import contextlib
 import enum
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -189,10 +190,11 @@ def _full(source: ModelSource) -> tuple[Decoder, int | None]:
 
 def _read_folder(source: ModelSource) -> tuple[Decoder, int | None]:
     try:
-        import transformers
+        import transformers as library
     except ImportError:
         raise CommandError(f"reading {source.path} needs Transformers: pip install transformers") from None
     try:
+        transformers: Any = library
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.path, local_files_only=True, trust_remote_code=False, dtype=source.dtype
         )

@@ -101,7 +101,8 @@ def compare(changed: Decoder, reference: Decoder, windows: Iterable[Tensor]) -> 
     for window in windows:
         logits, wanted, targets = tested.logits(window[:-1]), full.logits(window[:-1]), window[1:]
         rows = max(1, _CHUNK_NUMEL // logits.shape[-1])
-        for parts in zip(logits.split(rows), wanted.split(rows), targets.to(logits.device).split(rows), strict=True):
+        given = (logits, wanted, targets.to(logits.device))
+        for parts in zip(*(torch.split(each, rows) for each in given), strict=True):
             found = _differences(*parts)
             bits, reference_bits = bits + found[0], reference_bits + found[1]
             kls.append(found[2])

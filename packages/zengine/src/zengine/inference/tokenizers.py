@@ -127,14 +127,13 @@ def open_tokenizer(folder: Path) -> PretrainedTokenizer:
         raise TokenizerError(
             f"reading the tokenizer of {folder} needs Transformers: pip install transformers"
         ) from None
+    library: Any = transformers
     is_bare = not any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
     try:
         if is_bare and (folder / _FILES[0]).is_file():
-            inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / _FILES[0]))
+            inner = library.PreTrainedTokenizerFast(tokenizer_file=str(folder / _FILES[0]))
         else:
-            inner = transformers.AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
+            inner = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Transformers and tokenizers raise many classes for damaged files
         raise TokenizerError(f"the tokenizer of {folder} cannot be read: {error}") from error
     return PretrainedTokenizer.of(inner, stop_tokens_of(folder))
