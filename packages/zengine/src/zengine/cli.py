@@ -226,7 +226,9 @@ def _add_quality(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or a run of tools/dev.py train")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, GGUF or other file, or run of tools/dev.py train"
+    )
     parser.add_argument(
         "--quant", default="", metavar="FORMAT", help="quantize the weights: int8, int4, int4-g64-minmax, q4_0, ..."
     )

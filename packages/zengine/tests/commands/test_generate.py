@@ -196,7 +196,7 @@ def test_paths_that_hold_no_model_are_told(call, tmp_path: Path, folder: Path) -
         return text
 
     assert "does not exist: pass a Hugging Face folder" in told(tmp_path / "absent")
-    assert "holds no known model: pass a Hugging Face folder" in told(tmp_path)
+    assert "is empty: pass a Hugging Face folder" in told(tmp_path)
     broken = shutil.copytree(folder, tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -207,7 +207,7 @@ def test_paths_that_hold_no_model_are_told(call, tmp_path: Path, folder: Path) -
 
 def test_a_model_too_large_is_told_before_it_is_read(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zengine.commands.models.available_bytes", lambda: 200_000)
-    monkeypatch.setattr("zengine.commands.models._full", lambda _: pytest.fail("was read"))
+    monkeypatch.setattr("zengine.commands.models._read", lambda *_: pytest.fail("was read"))
     _, _, told = call("--prompt", PROMPT)
     assert re.search(r"\([\d.]+ k parameters in float32\) needs 0\.\d+ MB, and 0.2 MB of memory are available", told)
     assert "; --quant int8 needs 0.1" in told

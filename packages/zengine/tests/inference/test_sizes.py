@@ -23,9 +23,17 @@ def test_matrices_embeddings_and_a_tied_head_are_counted_apart() -> None:
     assert (own.numel, tied.numel) == (matrices + 64_064, matrices + 64)
     assert own.nbytes(HALF) == 2 * own.numel
     assert own.nbytes(torch.float32, Int4()) == pytest.approx(matrices * 4.5 / 8 + 4 * 64_064, abs=1)
-    assert (own.dtype, own.largest_numel) == (HALF, 64_000)
+    assert own.dtype == HALF
     with pytest.raises(ValueError, match="no weights of floating point"):
         ModelSizes.of([LLAMA[-1]])
+
+
+def test_matrices_that_are_codes_already_keep_their_size() -> None:
+    plain = 2 * (64_000 + 64 * 64 + 64 * 256 + 64) + 8 * 32
+    sizes = ModelSizes.of(LLAMA, coded_numel=10_000, file_nbytes=plain + 7000)
+    assert (sizes.coded_nbytes, sizes.numel) == (7000, ModelSizes.of(LLAMA).numel + 10_000)
+    for format in (None, Int8()):
+        assert sizes.nbytes(HALF, format) == ModelSizes.of(LLAMA).nbytes(HALF, format) + 7000
 
 
 def test_bits_are_those_of_the_formats() -> None:
@@ -33,7 +41,7 @@ def test_bits_are_those_of_the_formats() -> None:
 
 
 def test_a_model_too_large_is_told_what_fits() -> None:
-    sizes = ModelSizes(matrix_numel=10**9, other_numel=10**8, tied_numel=0, largest_numel=10**8, dtype=HALF)
+    sizes = ModelSizes(matrix_numel=10**9, other_numel=10**8, tied_numel=0, dtype=HALF)
     formats = (Int8(), Int4())
 
     def check(room_bytes: float) -> None:

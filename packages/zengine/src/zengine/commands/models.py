@@ -1,17 +1,17 @@
 """Models for commands: what a path holds, whether it fits into memory, and its decoder and tokenizer.
 
-A model is a Hugging Face folder, a GGUF file, or a run of `tools/dev.py train`.  Its size is computed from the
-headers of its files, so one that does not fit is rejected before its weights are read.  Nothing is fetched from a
-network, and no code of a folder is run.
+A model is what `load_model` reads (a Hugging Face folder, a GGUF file, ...) or a run of `tools/dev.py train`.  Its
+size is computed from the headers of its files, so one that does not fit is rejected before its weights are read.
+Nothing is fetched from a network, and no code of a folder is run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -19,16 +19,29 @@ import torch
 from zengine.commands import CommandError
 from zengine.commands.byte_gpt import find_run, read_run_decoder, run_headers
 from zengine.flops.profile import format_amount
+from zengine.inference.loading import load_model
+from zengine.inference.loading.packed import find_packed
+from zengine.inference.loading.sources import open_source
+from zengine.inference.loading.stored import QuantizedSlice, StoredTensor
 from zengine.inference.quantized import QuantizationReport, quantized
-from zengine.inference.recognize import NotRecognized, recognize
 from zengine.inference.sizes import Header, ModelSizes, available_bytes, check_memory
 from zengine.inference.structure import Decoder
-from zengine.inference.tokenizers import ByteTokenizer, Tokenizer, TokenizerError, open_tokenizer
-from zengine.inference.verify import verify
+from zengine.inference.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    TokenizerError,
+    open_gguf_tokenizer,
+    open_tokenizer,
+)
 from zprecision.quant import Format, Int4, Int8, format_name, format_named
 
-__all__ = ["Kind", "LoadedModel", "ModelSource", "find_model", "load", "parse_dtype", "parse_format"]
+__all__ = [
+    *("ModelKind", "ModelSource", "ReadyModel", "find_model", "load", "open_tokenizer_of", "parse_dtype"),
+    "parse_format",
+]
 
+_GGUF = ".gguf"
+_ALLOWED = "a Hugging Face folder, a .gguf or .safetensors file, a checkpoint, or a run of tools/dev.py train"
 _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -40,11 +53,11 @@ _DTYPES = {
 _ADVISED = (Int8(), Int4())  # formats that a model too large is told of
 
 
-class Kind(enum.Enum):
-    """What a path holds."""
+class ModelKind(enum.Enum):
+    """How a model is read."""
 
-    FOLDER = "a Hugging Face folder"
-    RUN = "a run of tools/dev.py train"
+    FILES = "by zengine.inference.load_model"
+    RUN = "from a run of tools/dev.py train"
 
 
 @attrs.frozen(kw_only=True)
@@ -52,9 +65,10 @@ class ModelSource:
     """A model that was found, and not yet read."""
 
     path: Path
-    kind: Kind
+    kind: ModelKind
     sizes: ModelSizes
-    dtype: torch.dtype  # that it is to be loaded in
+    folder: Path | None  # that may have the tokenizer
+    dtype: torch.dtype  # of weights that are not quantized
 
     def nbytes(self, format: Format | None) -> int:
         """Return the bytes of the loaded weights."""
@@ -62,12 +76,12 @@ class ModelSource:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class LoadedModel:
+class ReadyModel:
     """A model that is ready to run."""
 
     decoder: Decoder
     full: Decoder  # before quantization; the same without one
-    report: QuantizationReport | None  # of the quantization
+    report: QuantizationReport | None  # of quantized matrices
     max_positions: int | None  # tokens that the model was made for
 
 
@@ -96,18 +110,15 @@ def find_model(path: Path, dtype: torch.dtype | None) -> ModelSource:
     Raises CommandError for a path that holds no model, or a damaged one.
     """
     if not path.exists():
-        raise CommandError(f"{path} does not exist: pass {_allowed()}; models are not downloaded")
+        raise CommandError(f"{path} does not exist: pass {_ALLOWED}; models are not downloaded")
     run = find_run(path)
     with _told(path):
         if run is not None:
-            kind, headers = Kind.RUN, run_headers(path, run)
-        elif (path / "config.json").is_file():
-            kind, headers = Kind.FOLDER, list(_folder_headers(path))
+            kind, sizes, folder = ModelKind.RUN, ModelSizes.of(run_headers(path, run)), None
         else:
-            raise CommandError(f"{path} holds no known model: pass {_allowed()}")
-        sizes = ModelSizes.of(headers)
+            kind, (sizes, folder) = ModelKind.FILES, _measure(path)
     stored = torch.float32 if sizes.dtype == torch.float16 else sizes.dtype
-    return ModelSource(path=path, kind=kind, sizes=sizes, dtype=dtype or stored)
+    return ModelSource(path=path, kind=kind, sizes=sizes, folder=folder, dtype=dtype or stored)
 
 
 @contextlib.contextmanager
@@ -124,85 +135,83 @@ def _told(path: Path) -> Iterator[None]:
         raise CommandError(text if str(path) in text else f"{path}: {text}") from error
 
 
-def _allowed() -> str:
-    return "a Hugging Face folder (config.json and weights), or a run of tools/dev.py train (run.json)"
+def _measure(path: Path) -> tuple[ModelSizes, Path | None]:
+    """Return the sizes of a model in files, and the folder that may have its tokenizer."""
+    packed = find_packed(path)
+    if packed is not None:  # its files hold what is loaded
+        return ModelSizes.of((), coded_numel=1, file_nbytes=_file_nbytes(path)), path
+    if path.is_dir() and not any(path.iterdir()):
+        raise CommandError(f"{path} is empty: pass {_ALLOWED}")
+    with open_source(path) as source:
+        coded = [each for each in source.tensors.values() if isinstance(each, QuantizedSlice)]
+        headers = [
+            Header(name, tuple(each.get_shape()), _dtype_of(each))
+            for name, each in source.tensors.items()
+            if not isinstance(each, QuantizedSlice)
+        ]
+        coded_numel = sum(math.prod(each.get_shape()) for each in coded)
+        return ModelSizes.of(headers, coded_numel, _file_nbytes(path)), source.folder
 
 
-def _folder_headers(folder: Path) -> Iterator[Header]:
-    from zckpt.interchange import read_weights
+def _dtype_of(stored: StoredTensor) -> torch.dtype:
+    """Return the dtype of a tensor in a file, of which at most one element is read."""
+    shape = stored.get_shape()
+    return stored[tuple(slice(0, 1) for _ in shape)].dtype if shape else stored[...].dtype
 
-    with read_weights(folder) as weights:
-        for name, each in weights.items():
-            yield Header(name, tuple(each.get_shape()), getattr(torch, each.get_dtype()))
+
+def _file_nbytes(path: Path) -> int:
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files if each.suffix != ".json")
 
 
 def open_tokenizer_of(source: ModelSource, folder: Path | None) -> Tokenizer:
-    """Return the tokenizer in `folder`, else in the model's; raises CommandError."""
-    if folder is None and source.kind is Kind.RUN:
+    """Return the tokenizer in `folder`, else the model's; raises CommandError."""
+    if folder is None and source.kind is ModelKind.RUN:
         return ByteTokenizer()
     try:
-        return open_tokenizer(folder or source.path)
+        if folder is None and source.path.suffix == _GGUF:
+            return open_gguf_tokenizer(source.path)
+        return open_tokenizer(folder or source.folder or source.path)
     except TokenizerError as error:
         raise CommandError(str(error)) from error
 
 
-def load(source: ModelSource, format: Format | None, *, keeps_full: bool = False) -> LoadedModel:
-    """Load, recognize and perhaps quantize a model.
+def load(source: ModelSource, format: Format | None, *, keeps_full: bool = False) -> ReadyModel:
+    """Load and recognize a model, quantized while its files are read.
 
     format: of the matrices; None keeps them as they are.  keeps_full: keep the full weights, too, to compare.
 
-    Raises CommandError if it does not fit into memory, or is no decoder that is recognized.
+    Raises CommandError if it does not fit into memory, is damaged, or is no decoder that is recognized.
     """
-    needed = source.nbytes(format) + (source.nbytes(None) if format is not None else 0)
-    _check(needed, source, format)
+    both = format is not None and (keeps_full or source.kind is ModelKind.RUN)
+    _check(source.nbytes(format) + (source.nbytes(None) if both else 0), source, format)
     with _told(source.path):
-        full, positions = _full(source)
-    if format is None:
-        return LoadedModel(decoder=full, full=full, report=None, max_positions=positions)
-    decoder, report = quantized(full, format)
-    return LoadedModel(decoder=decoder, full=full if keeps_full else decoder, report=report, max_positions=positions)
+        full, report, positions = _read(source, None if both else format)
+        decoder = full
+        if both and format is not None:
+            decoder, report = quantized(full, format)
+    return ReadyModel(decoder=decoder, full=full, report=report, max_positions=positions)
 
 
 def _check(needed_bytes: int, source: ModelSource, format: Format | None) -> None:
     how = str(source.dtype).removeprefix("torch.") + (f", quantized to {format_name(format)}" if format else "")
+    what = f"{source.path} ({format_amount(source.sizes.numel)} parameters in {how})"
+    advised = () if format or source.sizes.coded_numel else _ADVISED
     try:
-        check_memory(
-            needed_bytes,
-            available_bytes(),
-            f"{source.path} ({format_amount(source.sizes.numel)} parameters in {how})",
-            source.sizes,
-            source.dtype,
-            () if format else _ADVISED,
-        )
+        check_memory(needed_bytes, available_bytes(), what, source.sizes, source.dtype, advised)
     except ValueError as error:
         raise CommandError(str(error)) from None
 
 
-def _full(source: ModelSource) -> tuple[Decoder, int | None]:
-    """Return the decoder with its own weights, and the tokens that the model was made for."""
-    if source.kind is Kind.RUN:
+def _read(source: ModelSource, format: Format | None) -> tuple[Decoder, QuantizationReport | None, int | None]:
+    """Return the decoder, what was quantized in it, and the tokens that the model was made for."""
+    if source.kind is ModelKind.RUN:
         run = find_run(source.path)
         assert run is not None
         decoder, shape = read_run_decoder(source.path, run, source.dtype)
-        return decoder, shape.context
-    return _read_folder(source)
-
-
-def _read_folder(source: ModelSource) -> tuple[Decoder, int | None]:
-    try:
-        import transformers as library
-    except ImportError:
-        raise CommandError(f"reading {source.path} needs Transformers: pip install transformers") from None
-    try:
-        transformers: Any = library
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source.path, local_files_only=True, trust_remote_code=False, dtype=source.dtype
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CommandError(f"{source.path} cannot be loaded: {error}") from error
-    try:
-        decoder = recognize(model.eval())
-        verify(decoder, model)
-    except NotRecognized as error:
-        raise CommandError(f"{source.path} is no decoder that this command can run: {error}") from error
-    return decoder, getattr(model.config, "max_position_embeddings", None)
+        return decoder, None, shape.context
+    loaded = load_model(source.path, format=format, dtype=source.dtype)
+    if loaded.decoder is None:
+        raise CommandError(f"{source.path} is no decoder that this command can run: {loaded.reason}")
+    positions = getattr(getattr(loaded.module, "config", None), "max_position_embeddings", None)
+    return loaded.decoder, loaded.report if loaded.report.layers else None, positions

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zengine.commands import CommandError
-from zengine.commands.models import LoadedModel, find_model, load, open_tokenizer_of, parse_dtype, parse_format
+from zengine.commands.models import ReadyModel, find_model, load, open_tokenizer_of, parse_dtype, parse_format
 from zengine.inference.quality import TextWindows, compare, text_windows
 from zengine.inference.quality_page import QualityData, quality_page
 from zengine.inference.quantized import projections
@@ -92,7 +92,7 @@ def _with_progress(windows: TextWindows) -> Iterator[Tensor]:
             print(f"{number + 1:,} of {len(windows):,} windows", file=sys.stderr)
 
 
-def _full_nbytes(model: LoadedModel) -> int:
+def _full_nbytes(model: ReadyModel) -> int:
     """Return the bytes of the quantized matrices before."""
     assert model.report is not None
     names = {layer.name for layer in model.report.layers}

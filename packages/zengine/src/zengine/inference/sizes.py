@@ -1,8 +1,8 @@
 """Memory that a model needs, from the headers of its files, before a byte of its weights is read.
 
-Matrices are what `quantized` replaces; embeddings, norms and biases keep their dtype.  A header does not say which
-matrix is an embedding, so names decide, and a model without a head of its own is counted with one: it is tied to the
-embedding and quantized separately.
+Matrices are what is quantized; embeddings, norms and biases keep their dtype.  A header does not say which matrix is
+an embedding, so names decide, and a model without a head of its own is counted with one: it is tied to the embedding
+and quantized separately.  Matrices that a file holds as codes keep their size.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Header:
         """Return the number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes in the file."""
+        return self.numel * self.dtype.itemsize
+
 
 @attrs.frozen(kw_only=True)
 class ModelSizes:
@@ -47,14 +52,20 @@ class ModelSizes:
     matrix_numel: int  # of projections; a tied head included
     other_numel: int
     tied_numel: int  # of the tied head: only a quantized one takes memory of its own
-    largest_numel: int  # of one tensor
     dtype: torch.dtype  # of most elements in the files
+    coded_numel: int = 0  # of matrices that the files hold as codes
+    coded_nbytes: int = 0
 
     @classmethod
-    def of(cls, headers: Iterable[Header]) -> ModelSizes:
-        """Sort stored tensors.  Raises ValueError if there are none of floating point."""
+    def of(cls, headers: Iterable[Header], coded_numel: int = 0, file_nbytes: int = 0) -> ModelSizes:
+        """Sort stored tensors of floating point.
+
+        coded_numel: of other matrices, whose codes are the rest of the files' bytes.
+        Raises ValueError if there are no weights.
+        """
+        headers = list(headers)
         floating = [each for each in headers if each.dtype.is_floating_point]
-        if not floating:
+        if not floating and not coded_numel:
             raise ValueError("the files hold no weights of floating point")
         numel = Counter[torch.dtype]()
         for each in floating:
@@ -68,20 +79,22 @@ class ModelSizes:
             matrix_numel=own + tied,
             other_numel=sum(numel.values()) - own,
             tied_numel=tied,
-            largest_numel=max(each.numel for each in floating),
-            dtype=numel.most_common(1)[0][0],
+            dtype=numel.most_common(1)[0][0] if floating else torch.float32,
+            coded_numel=coded_numel,
+            coded_nbytes=max(file_nbytes - sum(each.nbytes for each in headers), 0) if coded_numel else 0,
         )
 
     @property
     def numel(self) -> int:
         """Return the parameters of the model."""
-        return self.matrix_numel - self.tied_numel + self.other_numel
+        return self.matrix_numel - self.tied_numel + self.other_numel + self.coded_numel
 
     def nbytes(self, dtype: torch.dtype, format: Format | None = None) -> int:
         """Return the bytes of the loaded weights; format: of the matrices, None keeps them in `dtype`."""
         if format is None:
-            return self.numel * dtype.itemsize
-        return int(self.matrix_numel * bits_per_weight(format) / 8) + self.other_numel * dtype.itemsize
+            return (self.numel - self.coded_numel) * dtype.itemsize + self.coded_nbytes
+        codes = int(self.matrix_numel * bits_per_weight(format) / 8) + self.coded_nbytes
+        return codes + self.other_numel * dtype.itemsize
 
 
 def bits_per_weight(format: Format) -> float:

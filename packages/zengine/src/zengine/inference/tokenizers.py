@@ -13,7 +13,10 @@ from typing import Any, Protocol, final
 
 import attrs
 
-__all__ = ["ByteTokenizer", "Message", "PretrainedTokenizer", "Tokenizer", "TokenizerError", "open_tokenizer"]
+__all__ = [
+    *("ByteTokenizer", "Message", "PretrainedTokenizer", "Tokenizer", "TokenizerError", "open_gguf_tokenizer"),
+    "open_tokenizer",
+]
 
 Message = Mapping[str, str]  # of a conversation: "role" and "content"
 
@@ -137,6 +140,27 @@ def open_tokenizer(folder: Path) -> PretrainedTokenizer:
     except Exception as error:  # Transformers and tokenizers raise many classes for damaged files
         raise TokenizerError(f"the tokenizer of {folder} cannot be read: {error}") from error
     return PretrainedTokenizer.of(inner, stop_tokens_of(folder))
+
+
+def open_gguf_tokenizer(path: Path) -> PretrainedTokenizer:
+    """Read the tokenizer in the metadata of a GGUF file, by Transformers.  Raises TokenizerError."""
+    try:
+        import transformers
+    except ImportError:
+        raise TokenizerError(
+            f"reading the tokenizer of {path} needs Transformers: pip install transformers"
+        ) from None
+    library: Any = transformers
+    try:
+        inner = library.AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # as above
+        raise TokenizerError(
+            f"Transformers cannot read the tokenizer in {path} ({error}): pass --tokenizer FOLDER, that of the model's "
+            "Hugging Face folder"
+        ) from error
+    return PretrainedTokenizer.of(inner)
 
 
 def stop_tokens_of(folder: Path) -> tuple[int, ...]:
