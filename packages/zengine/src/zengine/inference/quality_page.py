@@ -17,6 +17,7 @@ from zengine.reporting.document import allow_breaks, bar, details, document, fac
 __all__ = ["QualityData", "error_chart", "layer_table", "quality_page"]
 
 _WIDTH, _HEIGHT = 900, 250  # of the drawing, in user units; it scales with the page
+_LEAST_PX = 640  # of its width; a narrower page scrolls it
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 12, 24  # margins around the plot
 _NUM_COLOURS = 7  # of kinds of layers; the style sheet's last colour is for all others
 _LIMIT = 3.0  # times the median, above which a layer keeps 8 bits
@@ -143,7 +144,8 @@ def error_chart(report: QuantizationReport) -> str:
     legend = "".join(f'<span class="key k{colour}">{html.escape(kind)}</span>' for kind, colour in kinds.items())
     return (
         f'<div class="legend">{legend}</div>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="error by layer">{"".join(parts)}</svg>'
+        f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" style="min-width:{_LEAST_PX}px" role="img" '
+        f'aria-label="error by layer">{"".join(parts)}</svg></div>'
     )
 
 
