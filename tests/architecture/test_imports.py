@@ -199,7 +199,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # models of a user's paths: sizes from headers, errors of damaged files, formats
     "commands/models.py": {
-        "zckpt": {"CheckpointError"},
+        "zckpt": {"CheckpointError", "read_gguf"},
         "zprecision": {
             *("quant", "quant.Format", "quant.Int4", "quant.Int8", "quant.format_name", "quant.format_named"),
         },

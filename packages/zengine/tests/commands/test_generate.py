@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import struct
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -235,3 +236,84 @@ def test_text_is_printed_as_it_comes(folder: Path, call, monkeypatch: pytest.Mon
     assert growing[-1] == text
     assert len(growing) > 5
     assert all(text.startswith(each) for each in growing)
+
+
+def write_gguf(path: Path, folder: Path) -> None:
+    """Write the model of `folder` as llama.cpp's converter does, in float32, with the tokenizer's vocabulary."""
+    from safetensors.torch import load_file
+
+    weights, settings = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    words: dict[str, int] = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    merges = [" ".join(pair) for pair in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
+    heads, groups = settings["num_attention_heads"], settings["num_key_value_heads"]
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        **{f"self_attn.{ours}_proj": f"attn_{theirs}" for ours, theirs in zip("qkvo", ("q", "k", "v", "output"))},
+        **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+    }
+    found = {
+        "token_embd.weight": weights["model.embed_tokens.weight"],
+        "output_norm.weight": weights["model.norm.weight"],
+    }
+    found["output.weight"] = weights["lm_head.weight"]
+    for layer in range(settings["num_hidden_layers"]):
+        for ours, theirs in names.items():
+            value = weights[f"model.layers.{layer}.{ours}.weight"]
+            if theirs in ("attn_q", "attn_k"):  # neighbours rotate there, halves here
+                count = heads if theirs == "attn_q" else groups
+                value = value.view(count, 2, -1, value.shape[-1]).transpose(1, 2).reshape(value.shape)
+            found[f"blk.{layer}.{theirs}.weight"] = value.contiguous()
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    def texts(values: list[str]) -> bytes:
+        return struct.pack("<IQ", 8, len(values)) + b"".join(map(text, values))
+
+    tokens = sorted(words, key=words.__getitem__)
+    numbers = {
+        "block_count": settings["num_hidden_layers"],
+        "context_length": settings["max_position_embeddings"],
+        "embedding_length": settings["hidden_size"],
+        "feed_forward_length": settings["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": groups,
+    }
+    keys = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        *(text(f"llama.{name}") + struct.pack("<II", 4, value) for name, value in numbers.items()),
+        text("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, settings["rms_norm_eps"]),
+        text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gpt2"),
+        text("tokenizer.ggml.tokens") + struct.pack("<I", 9) + texts(tokens),
+        text("tokenizer.ggml.merges") + struct.pack("<I", 9) + texts(merges),
+        text("tokenizer.ggml.add_bos_token") + struct.pack("<I?", 7, True),
+        text("tokenizer.ggml.bos_token_id") + struct.pack("<II", 4, 0),
+        text("tokenizer.ggml.eos_token_id") + struct.pack("<II", 4, 1),
+    ]
+    infos, data = [], b""
+    for name, value in found.items():
+        shape = value.shape[::-1]
+        infos.append(text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, len(data)))
+        data += value.numpy().tobytes()
+        data += bytes(-len(data) % 32)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(keys)) + b"".join(keys) + b"".join(infos)
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+
+
+def test_a_gguf_file_is_the_same_model(folder: Path, call, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", folder)
+    common = ("--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "12", "--json")
+    wanted = call(*common, "--quant", "int8")[1]
+    assert call(*common, "--quant", "int8", "--tokenizer", str(folder), model=tmp_path / "tiny.gguf")[1] == wanted
+    status, out, told = call(*common, "--quant", "int8", model=tmp_path / "tiny.gguf")
+    assert (status, json.loads(out)["tokens"]) == (0, json.loads(wanted)["tokens"]), told
+
+
+def test_a_packed_folder_is_the_model_that_was_quantized(folder: Path, call, tmp_path: Path) -> None:
+    from zengine.inference.loading import load_model
+    from zengine.inference.loading.packed import save_packed
+
+    save_packed(load_model(folder, format="int4", dtype=torch.float32).module, tmp_path / "packed", source=folder)
+    common = ("--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "12", "--json")
+    assert call(*common, model=tmp_path / "packed")[1] == call(*common, "--quant", "int4")[1]

@@ -30,7 +30,7 @@ from zengine.inference.tokenizers import (
     ByteTokenizer,
     Tokenizer,
     TokenizerError,
-    open_gguf_tokenizer,
+    gguf_tokenizer,
     open_tokenizer,
 )
 from zprecision.quant import Format, Int4, Int8, format_name, format_named
@@ -170,7 +170,10 @@ def open_tokenizer_of(source: ModelSource, folder: Path | None) -> Tokenizer:
         return ByteTokenizer()
     try:
         if folder is None and source.path.suffix == _GGUF:
-            return open_gguf_tokenizer(source.path)
+            from zckpt import read_gguf
+
+            with read_gguf(source.path) as file:
+                return gguf_tokenizer(file.metadata, str(source.path))
         return open_tokenizer(folder or source.folder or source.path)
     except TokenizerError as error:
         raise CommandError(str(error)) from error

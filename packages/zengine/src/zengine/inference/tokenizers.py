@@ -14,13 +14,21 @@ from typing import Any, Protocol, final
 import attrs
 
 __all__ = [
-    *("ByteTokenizer", "Message", "PretrainedTokenizer", "Tokenizer", "TokenizerError", "open_gguf_tokenizer"),
+    *("ByteTokenizer", "Message", "PretrainedTokenizer", "Tokenizer", "TokenizerError", "gguf_tokenizer"),
     "open_tokenizer",
 ]
 
 Message = Mapping[str, str]  # of a conversation: "role" and "content"
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+_GGML = "tokenizer.ggml."
+_GGML_NAMES = {  # of Transformers' builders
+    "model": "tokenizer_type",
+    "pre": "pre_tokenizer_type",
+    "unknown_token_id": "unk_token_id",
+    "padding_token_id": "pad_token_id",
+    "add_space_prefix": "add_prefix_space",
+}
 _MOST_NBYTES = 1 << 26  # of a JSON file with settings
 
 
@@ -142,25 +150,41 @@ def open_tokenizer(folder: Path) -> PretrainedTokenizer:
     return PretrainedTokenizer.of(inner, stop_tokens_of(folder))
 
 
-def open_gguf_tokenizer(path: Path) -> PretrainedTokenizer:
-    """Read the tokenizer in the metadata of a GGUF file, by Transformers.  Raises TokenizerError."""
+def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> PretrainedTokenizer:
+    """Return the tokenizer that the metadata of a GGUF file describes, built by Transformers.
+
+    Raises TokenizerError if there is none, or if Transformers cannot build it.
+    """
+    advice = "pass --tokenizer FOLDER, the model's Hugging Face folder"
+    given = {name.removeprefix(_GGML): _plain(value) for name, value in metadata.items() if name.startswith(_GGML)}
+    tokens, kind = given.get("tokens"), given.get("model")
+    if not isinstance(tokens, list) or not isinstance(kind, str):
+        raise TokenizerError(f"{origin} has no tokenizer in its metadata: {advice}")
     try:
-        import transformers
-    except ImportError:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.integrations.gguf import convert_gguf_tokenizer
+    except ImportError as error:
         raise TokenizerError(
-            f"reading the tokenizer of {path} needs Transformers: pip install transformers"
+            f"reading the tokenizer in {origin} needs a Transformers that builds it ({error}): pip install "
+            f"transformers>=5.23, or {advice}"
         ) from None
-    library: Any = transformers
+    build: Any = PreTrainedTokenizerFast
+    renamed = {_GGML_NAMES.get(name, name): value for name, value in given.items()}
+    ends = {name: given.get(f"{name}_token_id") for name in ("bos", "eos")}
     try:
-        inner = library.AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
-        )
+        named = {f"{name}_token": tokens[token] for name, token in ends.items() if token is not None}
+        backend, _ = convert_gguf_tokenizer(str(metadata.get("general.architecture")), renamed)
+        inner = build(tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **named)
     except Exception as error:  # as above
-        raise TokenizerError(
-            f"Transformers cannot read the tokenizer in {path} ({error}): pass --tokenizer FOLDER, that of the model's "
-            "Hugging Face folder"
-        ) from error
-    return PretrainedTokenizer.of(inner)
+        raise TokenizerError(f"the tokenizer in {origin} cannot be built ({error}): {advice}") from error
+    begins = given.get("add_bos_token", kind == "llama") and ends["bos"] is not None
+    stops = dict.fromkeys(token for token in (ends["eos"], given.get("eot_token_id")) if type(token) is int)
+    return PretrainedTokenizer(inner, ends["bos"] if begins else None, tuple(stops))
+
+
+def _plain(value: Any) -> Any:
+    """Return an array of numbers as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def stop_tokens_of(folder: Path) -> tuple[int, ...]:
