@@ -162,18 +162,19 @@ def gguf_tokenizer(metadata: Mapping[str, Any], origin: str) -> PretrainedTokeni
         raise TokenizerError(f"{origin} has no tokenizer in its metadata: {advice}")
     try:
         from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf import convert_gguf_tokenizer
+        from transformers.integrations import gguf
     except ImportError as error:
         raise TokenizerError(
             f"reading the tokenizer in {origin} needs a Transformers that builds it ({error}): pip install "
             f"transformers>=5.23, or {advice}"
         ) from None
     build: Any = PreTrainedTokenizerFast
+    library: Any = gguf
     renamed = {_GGML_NAMES.get(name, name): value for name, value in given.items()}
     ends = {name: given.get(f"{name}_token_id") for name in ("bos", "eos")}
     try:
         named = {f"{name}_token": tokens[token] for name, token in ends.items() if token is not None}
-        backend, _ = convert_gguf_tokenizer(str(metadata.get("general.architecture")), renamed)
+        backend, _ = library.convert_gguf_tokenizer(str(metadata.get("general.architecture")), renamed)
         inner = build(tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **named)
     except Exception as error:  # as above
         raise TokenizerError(f"the tokenizer in {origin} cannot be built ({error}): {advice}") from error
