@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from zengine.commands import CommandError
+from zengine.inference.matching import gelu_tanh
 from zengine.inference.sizes import Header
 from zengine.inference.structure import (
     MLP,
@@ -159,7 +159,7 @@ def decoder_of(weights: Mapping[str, Tensor], shape: ByteGPTShape) -> Decoder:
         mlp = MLP(
             up=projection(f"{name}.mlp_in"),
             down=projection(f"{name}.mlp_out"),
-            act=functools.partial(F.gelu, approximate="tanh"),
+            act=gelu_tanh,
         )
         return Block(
             name=name,
