@@ -311,7 +311,7 @@ def test_a_gguf_file_is_the_same_model(folder: Path, call, tmp_path: Path) -> No
 
 
 def test_a_packed_folder_is_the_model_that_was_quantized(folder: Path, call, tmp_path: Path) -> None:
-    from zengine.inference.loading import load_model
+    from zengine.inference.loading.load import load_model
     from zengine.inference.loading.packed import save_packed
 
     save_packed(load_model(folder, format="int4", dtype=torch.float32).module, tmp_path / "packed", source=folder)

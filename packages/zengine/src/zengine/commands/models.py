@@ -19,7 +19,7 @@ import torch
 from zengine.commands import CommandError
 from zengine.commands.byte_gpt import find_run, read_run_decoder, run_headers
 from zengine.flops.profile import format_amount
-from zengine.inference.loading import load_model
+from zengine.inference.loading.load import load_model
 from zengine.inference.loading.packed import find_packed
 from zengine.inference.loading.sources import open_source
 from zengine.inference.loading.stored import QuantizedSlice, StoredTensor
