@@ -209,6 +209,14 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"close_on_failure", "all_gather_object", "abort"},
         "zpartition": {"gathered", "FullTensors", "pipeline_stages_of"},
     },
+    # models of a user's paths: sizes from headers, errors of damaged files, formats
+    "commands/models.py": {
+        "zckpt": {"CheckpointError", "read_gguf"},
+        "zprecision": {
+            *("quant", "quant.Format", "quant.Int4", "quant.Int8", "quant.format_name", "quant.format_named"),
+        },
+    },
+    "commands/byte_gpt.py": {"zckpt": {"find", "open_checkpoint"}},
     # reports the kernels in use, and the transport between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from train.evaluate import Result
+from train.inference import Inference, Variant
 from train.model import Shape
 from train.recipe import Recipe
 from train.report import ReportData, page
+from zengine.inference.quantized import LayerError, QuantizationReport
 from zengine.reporting.runs import Event, RecordedRun
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -76,7 +78,7 @@ def make_data(**changes) -> ReportData:
         "rows": rows,
         "record": RecordedRun(name="record", folder=Path("record"), events=events),
         "result": result,
-        "sample": "if a < b & c: </script><script>alert(1)</script>",
+        "inference": Inference(sample="if a < b & c: </script><script>alert(1)</script>"),
         "environment": {"device": "<cpu>"},
         "corpus": {"source": "/usr/lib"},
     }
@@ -147,3 +149,30 @@ def test_every_tile_has_a_figure_and_its_name():
     }
     beaten = Result(unigram=4.6, bigram=3.5, model=4.2, step=40, guesses=512, fingerprint="")
     assert tiles(make_data(result=beaten))["worse than byte pairs by"] == "20%"
+
+
+def test_the_formats_are_in_a_table_with_a_drawing_of_the_errors():
+    variants = tuple(
+        Variant(
+            name=name,
+            nbytes=4_000_000 // size,
+            bits_per_byte=2.0 + change,
+            change=change / 2,
+            top_1=1 - change,
+            kl_mean=change / 10,
+            kept_share=0.0,
+            tokens_per_s=100.0 * size,
+        )
+        for name, size, change in (("fp32", 1, 0.0), ("int8", 4, 0.001), ("int4", 8, 0.02))
+    )
+    layers = tuple(LayerError(name=f"b.{i}.<up>", format="int4", error=0.08, nbytes=100) for i in range(3))
+    report = QuantizationReport(layers=layers, kept=())
+    inference = Inference(sample="", variants=variants, num_bytes=512, report=report)
+    assert inference.table().splitlines()[-1].split() == ["int4", "2.0200", "+1.00%", "98.00%", "2.0e-03", "800"]
+    text = page(make_data(inference=inference))
+    checker = checked(text)
+    for figure in ("2.0200", "+1.00%", "98.00%", "2.0e-03", "800", "0.50", "512 held-out bytes"):
+        assert figure in "".join(checker.text), figure
+    assert checker.tags.count("svg") == checked(page(make_data())).tags.count("svg") + 1
+    assert text.count("<title>b.") == 3
+    assert "&lt;up&gt;" in text

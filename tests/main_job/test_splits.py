@@ -13,13 +13,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 import train.main
-import zengine
-from train.messages import generate_sample
+from train import evaluate
+from train.evaluate import Result
+from train.inference import Inference
+from train.messages import Run, generate_sample
 from train.stopping import StopReason
 from train.text import read_corpus
 from zcomm.testing import run_ranks
@@ -51,13 +54,25 @@ class StopsAfter:
 
 def run(runs: Path, name: str, legs: tuple[Leg, ...]) -> str:
     """Train in several legs; return the sample of text at the end."""
-    samples, engines = list[str](), list[zengine.Engine]()
+    samples, trained = list[str](), list[Run]()
+
+    def final_result(*given: Any) -> Result:
+        """Generate from the model itself, of which a rank may hold a part."""
+        samples.append(generate_sample(trained[-1]))
+        return evaluate.final_result(*given)
+
+    def write_results(run: Run, result: Result, inference: Inference, rows: object) -> str:
+        """Compare the engine for inference, over the whole model of the checkpoint, with the model itself."""
+        if not run.recipe.shape.experts:
+            assert inference.variants[0].bits_per_byte == pytest.approx(result.model, abs=1e-4)
+        return ""
+
     small = {
         "read_corpus": lambda: read_corpus(TEXT, minimum_bytes=1000),
         "StopVote": StopsAfter,
-        "introduction": lambda run: engines.append(run.engine) or "",
-        "generate_sample": lambda run: samples.append(generate_sample(run)) or "",
-        "write_results": lambda *_: "",
+        "introduction": lambda run: trained.append(run) or "",
+        "final_result": final_result,
+        "write_results": write_results,
     }
     with mock.patch.multiple(train.main, **small), mock.patch("train.messages.SAMPLE_BYTES", 12):
         for number, (last, options) in enumerate(legs):
@@ -66,7 +81,7 @@ def run(runs: Path, name: str, legs: tuple[Leg, ...]) -> str:
             )
             StopsAfter.last = last
             assert train.main.main([*given, "--runs", str(runs), "--name", name, *options.split()]) == 0
-            degrees = engines[-1].plan.parallel.degrees
+            degrees = trained[-1].engine.plan.parallel.degrees
             for option, value in re.findall(r"--(pipeline|sequence|tensor|expert) (\d)", options):
                 assert getattr(degrees, option) == int(value), (name, options)
     return samples[-1]

@@ -28,6 +28,7 @@ import zengine
 from zengine.data import forever
 
 from .evaluate import final_result, validation_loss
+from .inference import Inference, judge_inference
 from .journal import Journal
 from .launch import BELOW_BASELINE, USAGE_ERROR, parser
 from .messages import Run, generate_sample, interruption_message, introduction, write_results
@@ -92,10 +93,11 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
         return 0
     progress.print_line("measuring on the held-out files ...")
     result = final_result(engine, corpus, held_out.stacked(recipe.final_windows))
-    sample = generate_sample(run)
+    sample = generate_sample(run) if recipe.shape.experts else ""
     engine.close()
     if is_first:
-        progress.print_line(write_results(run, result, sample, journal.rows()))
+        inference = Inference(sample=sample) if recipe.shape.experts else judge_inference(folder, recipe, held_out)
+        progress.print_line(write_results(run, result, inference, journal.rows()))
     return BELOW_BASELINE if recipe.is_below_baseline(step=result.step, beats_baseline=result.beats_baseline) else 0
 
 

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import attrs
 
+from zengine.inference.quality_page import error_chart
 from zengine.reporting import RecordedRun
 from zengine.reporting.chart import Line, line_chart, moving_average, stacked_chart
 from zengine.reporting.curves import memory_charts, time_layers
-from zengine.reporting.document import bar, details, document, facts, section
+from zengine.reporting.document import bar, details, document, facts, section, table
 from zengine.reporting.document import tiles as as_tiles
 
 from .evaluate import LN2, Result
+from .inference import SAMPLED_BY, Inference
 from .journal import Row
 from .progress import amount, duration
 from .recipe import Recipe
@@ -38,7 +40,7 @@ class ReportData:
     rows: list[Row]  # of the journal
     record: RecordedRun  # the engine's record
     result: Result
-    sample: str  # generated text
+    inference: Inference
     environment: Facts
     corpus: Facts
 
@@ -93,6 +95,42 @@ def baseline_bars(result: Result) -> str:
     return f"<table class='bars'>{''.join(rows)}</table>"
 
 
+def inference_sections(inference: Inference) -> Iterable[str]:
+    """Render a table of the formats with their speeds as bars, and the error of each layer in int4."""
+    if not inference.variants or inference.report is None:
+        return
+    fastest = max(each.tokens_per_s for each in inference.variants)
+    header = (
+        "weights",
+        "MB",
+        "bits per byte",
+        "change",
+        "same likeliest",
+        "KL, nats",
+        "8-bit layers",
+        "tokens/s",
+        "",
+    )
+    rows = [
+        (
+            "",
+            [
+                *(each.name, f"{each.nbytes / 1e6:.2f}", f"{each.bits_per_byte:.4f}", f"{each.change:+.2%}"),
+                *(f"{each.top_1:.2%}", f"{each.kl_mean:.1e}", f"{each.kept_share:.0%}", f"{each.tokens_per_s:,.0f}"),
+                bar(each.tokens_per_s / fastest),
+            ],
+        )
+        for each in inference.variants
+    ]
+    note = f"On {inference.num_bytes:,} held-out bytes; one sequence at a time. The text below is by {SAMPLED_BY}."
+    yield section("Inference with quantized weights", table(header, rows), note=note)
+    yield section(
+        "Error of the layers in int4",
+        error_chart(inference.report),
+        note="Root mean square of the rounding, over that of the weights. Layers in the order of the model.",
+    )
+
+
 def tiles(data: ReportData) -> str:
     """Render the four main figures."""
     steps = [row for row in data.rows if "loss" in row]
@@ -133,7 +171,8 @@ def page(data: ReportData) -> str:
         f"{tiles(data)}",
         f"<section class='charts'>{''.join(charts(data))}</section>",
         section("Held-out text, bits per byte", baseline_bars(data.result)),
-        section("Generated text", f"<pre>{html.escape(data.sample)}</pre>"),
+        *inference_sections(data.inference),
+        section("Generated text", f"<pre>{html.escape(data.inference.sample)}</pre>"),
         f"<section class='columns'><div><h2>Run</h2>{facts(run_facts(data))}</div>"
         f"<div><h2>Environment</h2>{facts(data.environment)}</div>"
         f"<div><h2>Text</h2>{facts(data.corpus)}</div></section>",

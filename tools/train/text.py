@@ -140,6 +140,12 @@ class Windows(Dataset[Tensor]):
         return torch.stack([self[i * len(self) // count] for i in range(count)])
 
 
+def printable(text: bytes) -> str:
+    """Decode for printing: undecodable bytes and control characters become replacement characters."""
+    characters = text.decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
+
+
 def unigram(data: Tensor, *, smoothing: float = 0.1) -> Tensor:
     """Return log2 p(next): (256, 256) float64, equal rows, from counts of `data` (n,) uint8 plus `smoothing`."""
     counts = torch.bincount(data.long(), minlength=VOCABULARY).double() + smoothing

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="zengine", description="Check, plan, start and report zengine training runs."
+        prog="zengine", description="Check, plan, start and report training runs; generate from models."
     )
     parser.add_argument("--version", action="version", version=f"zengine {zengine.__version__}")
     parser.add_argument(
@@ -190,6 +190,57 @@ def _add_convert_config(parser: argparse.ArgumentParser) -> None:
     _add_auto(parser)
 
 
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_weights(parser)
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="prompt; - for standard input; repeatable")
+    add("--prompts", type=Path, metavar="FILE", help="file of prompts, one a line; .jsonl: strings or objects")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--system", default="", metavar="TEXT", help="with --chat: what precedes the prompt as the system's message")
+    add(
+        "--max-new-tokens", type=positive, default=0, metavar="N", help="of a sample; default: 128, or as many as fit"
+    )
+    add("--max-out-tokens", type=positive, default=0, metavar="N", help="of prompt and sample; default: the model's")
+    add("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest token; default: 0.7")
+    add("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest tokens; default: all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="or among those that have this probability together")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions; default: 1")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a sample before this text; repeatable")
+    add("--ignore-eos", action="store_true", help="do not end a sample at the model's end-of-text token")
+    add("--samples", type=positive, default=1, metavar="N", help="of each prompt, which is computed once; default: 1")
+    add("--seed", type=int, default=0, help="of the first sample; the others have the next ones; default: 0")
+    add("--stream", action=argparse.BooleanOptionalAction, default=True, help="print text as it comes; default: yes")
+    add("--log-probs", action="store_true", help="also print each token with its log-probability")
+    add("--json", action="store_true", help="print a JSON object for each sample")
+
+
+def _add_quality(parser: argparse.ArgumentParser) -> None:
+    _add_weights(parser)
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text that the model is judged on"
+    )
+    parser.add_argument("--max-bytes", type=positive, default=0, metavar="N", help="of the text; default: all of it")
+    parser.add_argument("--context", type=positive, default=0, metavar="N", help="tokens of a window; default: 512")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="page to write, with a drawing of the errors")
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, GGUF or other file, or run of tools/dev.py train"
+    )
+    parser.add_argument(
+        "--quant", default="", metavar="FORMAT", help="quantize the weights: int8, int4, int4-g64-minmax, q4_0, ..."
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="of other weights: fp32, bf16, fp16; default: that of the files",
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="of the tokenizer; default: the model's")
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a JSON file")
 
@@ -254,6 +305,18 @@ COMMANDS: Mapping[str, Command] = {
     "run": Command("zengine.commands.run", "run", "Start a script on all devices of one or several hosts.", _add_run),
     "report": Command(
         "zengine.commands.report", "run", "Write the page of a run: curves, time, memory, config.", _add_report
+    ),
+    "generate": Command(
+        "zengine.commands.generate",
+        "run",
+        "Sample text from a local model, whose weights may be quantized while loading.",
+        _add_generate,
+    ),
+    "quality": Command(
+        "zengine.commands.quality",
+        "run",
+        "Compare quantized weights with the full ones on a text: bits per byte, divergence, error by layer.",
+        _add_quality,
     ),
     "env": Command(
         "zengine.commands.env",
