@@ -86,6 +86,40 @@ static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, c
 
 /* Weights in rows of floats: element k goes to sum k mod 64, the sums are added by halves. */
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* One token at a time: the 64 sums of two would not stay in registers, and the row stays in the cache. */
+ZQ_FN __m256 load8(const int dtype, const char *at) {
+  if (dtype == 0) return _mm256_loadu_ps((const float *)(const void *)at);
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)at));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+
+ZQ_FN float dense_row(const int dtype, const char *w, const float *x, int64_t columns) {
+  const int width = dtype == 0 ? 4 : 2;
+  const int64_t whole = columns / 64 * 64;
+  char tail[256] __attribute__((aligned(64))) = {0};
+  __m256 sums[8];
+  v16 all;
+  memcpy(tail, w + whole * width, (size_t)((columns - whole) * width));
+  UNROLLED(8) for (int q = 0; q < 8; q++) sums[q] = _mm256_setzero_ps();
+  for (int64_t k = 0; k < columns; k += 64) {
+    const char *at = k < whole ? w + k * width : tail;
+    UNROLLED(8) for (int q = 0; q < 8; q++)
+      sums[q] = _mm256_add_ps(sums[q], _mm256_mul_ps(load8(dtype, at + 8 * q * width), _mm256_loadu_ps(x + k + 8 * q)));
+  }
+  for (int half = 0; half < 2; half++) {
+    __m256 sum = _mm256_add_ps(_mm256_add_ps(sums[half], sums[half + 4]), _mm256_add_ps(sums[half + 2], sums[half + 6]));
+    memcpy((char *)&all + 32 * half, &sum, 32);
+  }
+  return sum_lanes(all);
+}
+
+static void dense(int dtype, const void *row, const float *x, int64_t columns, int64_t stride, int tokens,
+                  float *out) {
+  for (int t = 0; t < tokens; t++)
+    out[t] = dtype == 0 ? dense_row(0, row, x + t * stride, columns) : dense_row(1, row, x + t * stride, columns);
+}
+#else
 #define SUMS(t) v16 s##t##0 = splat(0), s##t##1 = splat(0), s##t##2 = splat(0), s##t##3 = splat(0);
 #define ADD(t, q) s##t##q += wide * load16(x + t * stride + k + 16 * q);
 #define TOTAL(t) out[t] = sum_lanes((s##t##0 + s##t##2) + (s##t##1 + s##t##3));
@@ -132,6 +166,7 @@ static void dense(int dtype, const void *row, const float *x, int64_t columns, i
     DENSE_OF(1)
   }
 }
+#endif
 
 /* Activations --------------------------------------------------------------------------------------------- */
 
