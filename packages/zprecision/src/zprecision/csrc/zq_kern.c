@@ -86,6 +86,40 @@ static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, c
 
 /* Weights in rows of floats: element k goes to sum k mod 64, the sums are added by halves. */
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* One token at a time: the 64 sums of two would not stay in registers, and the row stays in the cache. */
+ZQ_FN __m256 load8(const int dtype, const char *at) {
+  if (dtype == 0) return _mm256_loadu_ps((const float *)(const void *)at);
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)at));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+
+ZQ_FN float dense_row(const int dtype, const char *w, const float *x, int64_t columns) {
+  const int width = dtype == 0 ? 4 : 2;
+  const int64_t whole = columns / 64 * 64;
+  char tail[256] __attribute__((aligned(64))) = {0};
+  __m256 sums[8];
+  v16 all;
+  memcpy(tail, w + whole * width, (size_t)((columns - whole) * width));
+  UNROLLED(8) for (int q = 0; q < 8; q++) sums[q] = _mm256_setzero_ps();
+  for (int64_t k = 0; k < columns; k += 64) {
+    const char *at = k < whole ? w + k * width : tail;
+    UNROLLED(8) for (int q = 0; q < 8; q++)
+      sums[q] = _mm256_add_ps(sums[q], _mm256_mul_ps(load8(dtype, at + 8 * q * width), _mm256_loadu_ps(x + k + 8 * q)));
+  }
+  for (int half = 0; half < 2; half++) {
+    __m256 sum = _mm256_add_ps(_mm256_add_ps(sums[half], sums[half + 4]), _mm256_add_ps(sums[half + 2], sums[half + 6]));
+    memcpy((char *)&all + 32 * half, &sum, 32);
+  }
+  return sum_lanes(all);
+}
+
+static void dense(int dtype, const void *row, const float *x, int64_t columns, int64_t stride, int tokens,
+                  float *out) {
+  for (int t = 0; t < tokens; t++)
+    out[t] = dtype == 0 ? dense_row(0, row, x + t * stride, columns) : dense_row(1, row, x + t * stride, columns);
+}
+#else
 #define SUMS(t) v16 s##t##0 = splat(0), s##t##1 = splat(0), s##t##2 = splat(0), s##t##3 = splat(0);
 #define ADD(t, q) s##t##q += wide * load16(x + t * stride + k + 16 * q);
 #define TOTAL(t) out[t] = sum_lanes((s##t##0 + s##t##2) + (s##t##1 + s##t##3));
@@ -132,6 +166,7 @@ static void dense(int dtype, const void *row, const float *x, int64_t columns, i
     DENSE_OF(1)
   }
 }
+#endif
 
 /* Activations --------------------------------------------------------------------------------------------- */
 
@@ -260,25 +295,48 @@ ZQ_FN float signed_peak(const float *x, int64_t count, int32_t peak) {
    STEP(top, 14), 0}
 #define STEP(top, point) (float)(top##.0 - 0.7 + 0.15 * (point))
 
+/* Sums of code * x and of code * code, of the codes that `inverse` gives: lanes of 16, two sums each, then lanes. */
+ZQ_FN void search_sums(const float *x, const int64_t count, float inverse, const float top, float *dot, float *square) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256 factor = _mm256_set1_ps(inverse), magic = _mm256_set1_ps(12582912.0f);
+  const __m256 least = _mm256_set1_ps(-top), most = _mm256_set1_ps(top - 1);
+  __m256 dots[4], squares[4];
+  UNROLLED(4) for (int q = 0; q < 4; q++) dots[q] = squares[q] = _mm256_setzero_ps();
+  for (int64_t l = 0; l < count; l += 32)
+    UNROLLED(4) for (int q = 0; q < 4; q++) {
+      __m256 value = _mm256_loadu_ps(x + l + 8 * q), code = _mm256_mul_ps(value, factor);
+      code = _mm256_sub_ps(_mm256_add_ps(code, magic), magic); /* as `nearest` */
+      code = _mm256_min_ps(_mm256_max_ps(code, least), most);
+      dots[q] = _mm256_add_ps(dots[q], _mm256_mul_ps(code, value));
+      squares[q] = _mm256_add_ps(squares[q], _mm256_mul_ps(code, code));
+    }
+  v16 a, b;
+  for (int half = 0; half < 2; half++) {
+    __m256 sum = _mm256_add_ps(dots[half], dots[half + 2]), other = _mm256_add_ps(squares[half], squares[half + 2]);
+    memcpy((char *)&a + 32 * half, &sum, 32), memcpy((char *)&b + 32 * half, &other, 32);
+  }
+  *dot = sum_lanes(a), *square = sum_lanes(b);
+#else
+  v16 dot0 = splat(0), dot1 = dot0, square0 = dot0, square1 = dot0;
+  for (int64_t l = 0; l < count; l += 32) {
+    v16 low = load16(x + l), high = load16(x + l + 16);
+    v16 code0 = clamp(nearest(low * inverse), -top, top - 1);
+    v16 code1 = clamp(nearest(high * inverse), -top, top - 1);
+    dot0 += code0 * low, dot1 += code1 * high;
+    square0 += code0 * code0, square1 += code1 * code1;
+  }
+  *dot = sum_lanes(dot0 + dot1), *square = sum_lanes(square0 + square1);
+#endif
+}
+
 /* See [Note: scale search] in encode.py: sums in the order of its `fold`, of all points before any is judged. */
 ZQ_FN float search_as(const float *x, const int64_t count, float peak, const float top, float *inverse) {
   static const float steps[2][16] = {STEPS(8), STEPS(128)};
   float tried[16], dots[16] = {0}, squares[16] = {0}, scale = 0, best = -1;
   v16 inverses = -load16(steps[top == 128]) / peak;
   memcpy(tried, &inverses, sizeof tried);
-  for (int point = 0; point < POINTS; point++) {
-    v16 dot0 = splat(0), dot1 = dot0, square0 = dot0, square1 = dot0;
-    for (int64_t l = 0; l < count; l += 32) {
-      v16 low = load16(x + l), high = load16(x + l + 16);
-      v16 code0 = clamp(nearest(low * tried[point]), -top, top - 1);
-      v16 code1 = clamp(nearest(high * tried[point]), -top, top - 1);
-      dot0 += code0 * low, dot1 += code1 * high;
-      square0 += code0 * code0, square1 += code1 * code1;
-    }
-    v16 a = dot0 + dot1, b = square0 + square1;
-    dots[point] = sum_lanes(a);
-    squares[point] = sum_lanes(b);
-  }
+  for (int point = 0; point < POINTS; point++)
+    search_sums(x, count, tried[point], top, dots + point, squares + point);
   v16 all = load16(dots);
   float scores[16];
   all = all * all / load16(squares);
