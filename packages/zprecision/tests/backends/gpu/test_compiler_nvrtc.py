@@ -14,7 +14,7 @@ from zprecision.backends.gpu.launch import Program
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # tokens, bits, minima: the kinds of products that models use, and those that need most registers
-KINDS = ((1, 4, 0), (1, 8, 1), (2, 4, 1), (4, 8, 0), (8, 4, 0), (8, 8, 1))
+KINDS = ((1, 4, 0), (1, 8, 1), (8, 4, 0), (8, 8, 1))
 PROGRAMS = [
     Program("zq_quantize"),
     *(Program("zq_products", (("ZQ_TOKENS", t), ("ZQ_BITS", b), ("ZQ_MINS", m))) for t, b, m in KINDS),
