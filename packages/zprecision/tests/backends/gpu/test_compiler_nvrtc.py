@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from zprecision.backends.gpu.launch import Program
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # tokens, bits, minima: the kinds of products that models use, and those that need most registers
-KINDS = ((1, 4, 0), (1, 8, 1), (2, 4, 1), (4, 8, 0), (8, 4, 0), (8, 8, 1))
+KINDS = ((1, 4, 0), (1, 8, 1), (8, 4, 0), (8, 8, 1))
 PROGRAMS = [
     Program("zq_quantize"),
     *(Program("zq_products", (("ZQ_TOKENS", t), ("ZQ_BITS", b), ("ZQ_MINS", m))) for t, b, m in KINDS),
@@ -24,6 +25,8 @@ SHARED_BYTES = 48 * 1024  # that a block has without asking for more
 
 @pytest.fixture(scope="module", autouse=True)
 def nvrtc() -> Any:
+    if "simulated_cuda.library" in sys.modules:
+        pytest.skip("the simulated device's compiler is not NVRTC")
     cupy = pytest.importorskip("cupy", reason="cupy-cuda13x is not installed")
     try:
         cupy.cuda.nvrtc.getVersion()
