@@ -13,7 +13,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXTENSION = "zprecision/_kernels.abi3.so"
-MOST_KB = 300
+MOST_KB = 400
 
 pytestmark = pytest.mark.skipif(not (PROJECT / "hatch_build.py").exists(), reason="needs the source tree")
 
