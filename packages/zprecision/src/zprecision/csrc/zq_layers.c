@@ -26,6 +26,15 @@ ZQ_FN v16 load_part(const float *at, int64_t left) {
 }
 ZQ_FN void store16(float *at, v16 x) { memcpy(at, &x, sizeof x); }
 ZQ_FN void store_part(float *at, v16 x, int64_t left) { memcpy(at, &x, left >= 16 ? sizeof x : (size_t)left * sizeof *at); }
+ZQ_FN vec vec_part(const float *at, int64_t left) {
+  float values[LANES] = {0};
+  if (left >= LANES) return load_vec(at);
+  memcpy(values, at, (size_t)left * sizeof *at);
+  return load_vec(values);
+}
+ZQ_FN void put_part(float *at, vec x, int64_t left) {
+  memcpy(at, &x, left >= LANES ? sizeof x : (size_t)left * sizeof *at);
+}
 ZQ_FN v16 load_wide(int dtype, const char *at, int64_t left) {
   const int width = dtype == 0 ? 4 : 2;
   char tail[64] __attribute__((aligned(64))) = {0};
@@ -62,7 +71,7 @@ ZQ_FN float lane_sum(v16 x) {
 #if defined(__AVX512F__)
 enum { TILE_ROWS = 4, TILE_TOKENS = 4 };
 #else
-enum { TILE_ROWS = 2, TILE_TOKENS = 2 };
+enum { TILE_ROWS = 4, TILE_TOKENS = 2 };
 #endif
 enum { CHUNK = 256 };
 
@@ -74,46 +83,58 @@ ZQ_FN v16 quarter_of(const int dtype, const char *row, int64_t k, int64_t column
   return load_as(dtype, tail);
 }
 
-ZQ_FN v16 one_row(const int dtype, const char *row, int64_t columns, const float *x) {
+/* Add the products of 64 elements to sums[quarter][part]. */
+ZQ_FN void add_products(const int dtype, const char *row, const float *x, vec (*sums)[PARTS]) {
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; q++)
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; p++) {
+      const int k = 16 * q + LANES * p;
+      sums[q][p] += load_plain(dtype, row + k * (dtype == 0 ? 4 : 2)) * load_vec(x + k);
+    }
+}
+
+ZQ_FN float one_row(const int dtype, const char *row, int64_t columns, const float *x) {
   const int width = dtype == 0 ? 4 : 2;
   const int64_t whole = columns / 64 * 64;
-  v16 a = splat(0), b = a, c = a, d = a;
-  for (int64_t k = 0; k < whole; k += 64) {
-    a += load_as(dtype, row + k * width) * load16(x + k);
-    b += load_as(dtype, row + (k + 16) * width) * load16(x + k + 16);
-    c += load_as(dtype, row + (k + 32) * width) * load16(x + k + 32);
-    d += load_as(dtype, row + (k + 48) * width) * load16(x + k + 48);
-  }
+  vec sums[4][PARTS] = {{{0}}};
+  float lanes[16];
+  v16 total;
+  for (int64_t k = 0; k < whole; k += 64) add_products(dtype, row + k * width, x + k, sums);
   if (whole < columns) {
-    a += quarter_of(dtype, row, whole, columns) * load16(x + whole);
-    b += quarter_of(dtype, row, whole + 16, columns) * load16(x + whole + 16);
-    c += quarter_of(dtype, row, whole + 32, columns) * load16(x + whole + 32);
-    d += quarter_of(dtype, row, whole + 48, columns) * load16(x + whole + 48);
+    char tail[256] __attribute__((aligned(64))) = {0};
+    memcpy(tail, row + whole * width, (size_t)((columns - whole) * width));
+    add_products(dtype, tail, x + whole, sums);
   }
-  return (a + c) + (b + d);
+#pragma GCC unroll 4
+  for (int p = 0; p < PARTS; p++) store_vec(lanes + LANES * p, (sums[0][p] + sums[2][p]) + (sums[1][p] + sums[3][p]));
+  memcpy(&total, lanes, sizeof total);
+  return lane_sum(total);
 }
 
 ZQ_FN void one_token(const int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, float *out) {
   for (int64_t r = 0; r < rows; r++)
-    out[r] = lane_sum(one_row(dtype, weights + r * columns * (dtype == 0 ? 4 : 2), columns, x));
+    out[r] = one_row(dtype, weights + r * columns * (dtype == 0 ? 4 : 2), columns, x);
 }
 
-/* Add a chunk's products of all rows of a tile and `tokens` tokens to sums[token][row][quarter]. */
+typedef float tile_sums[TILE_ROWS][4][16]; /* of one token: by row and quarter */
+
+/* Add a chunk's products of all rows of a tile and `tokens` tokens. */
 ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_t stride, int64_t length,
-                     v16 (*sums)[TILE_ROWS][4]) {
-  for (int q = 0; q < 4; q++) {
-    v16 all[TILE_TOKENS][TILE_ROWS];
+                     tile_sums *sums) {
+  for (int at = 0; at < 64; at += LANES) { /* a part of a quarter */
+    vec all[TILE_TOKENS][TILE_ROWS];
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4
-      for (int r = 0; r < TILE_ROWS; r++) all[t][r] = sums[t][r][q];
-    for (int64_t k = 16 * q; k < length; k += 64) {
-      v16 w[TILE_ROWS];
+      for (int r = 0; r < TILE_ROWS; r++) all[t][r] = load_vec(&sums[t][r][0][at]);
+    for (int64_t k = at; k < length; k += 64) {
+      vec w[TILE_ROWS];
 #pragma GCC unroll 4
-      for (int r = 0; r < TILE_ROWS; r++) w[r] = load16(wide + r * CHUNK + k);
+      for (int r = 0; r < TILE_ROWS; r++) w[r] = load_vec(wide + r * CHUNK + k);
 #pragma GCC unroll 4
       for (int t = 0; t < tokens; t++) {
-        const v16 value = load16(x + t * stride + k);
+        const vec value = load_vec(x + t * stride + k);
 #pragma GCC unroll 4
         for (int r = 0; r < TILE_ROWS; r++) all[t][r] += w[r] * value;
       }
@@ -121,13 +142,13 @@ ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4
-      for (int r = 0; r < TILE_ROWS; r++) sums[t][r][q] = all[t][r];
+      for (int r = 0; r < TILE_ROWS; r++) store_vec(&sums[t][r][0][at], all[t][r]);
   }
 }
 
 #define ADD_CHUNK(tokens)                                                                                  \
   static __attribute__((noinline)) void add_chunk_##tokens(const float *wide, const float *x, int64_t stride, \
-                                                           int64_t length, v16(*sums)[TILE_ROWS][4]) {     \
+                                                           int64_t length, tile_sums *sums) {               \
     add_chunk(tokens, wide, x, stride, length, sums);                                                      \
   }
 #if defined(__AVX512F__)
@@ -138,7 +159,7 @@ ADD_CHUNK(1)
 
 /* Add a tile of tokens: TILE_TOKENS, and for the rest 2, 1.  Returns their number. */
 static int64_t add_tokens(const float *wide, const float *x, int64_t stride, int64_t length, int64_t tokens,
-                          v16 (*sums)[TILE_ROWS][4]) {
+                          tile_sums *sums) {
 #if defined(__AVX512F__)
   if (tokens >= 4) return add_chunk_4(wide, x, stride, length, sums), 4;
 #endif
@@ -158,7 +179,7 @@ static void multiply_tile(int dtype, const char *weights, int64_t columns, int64
                           int64_t tokens, float (*out)[ZQ_WIDE]) {
   const int64_t row_bytes = columns * (dtype == 0 ? 4 : 2);
   float wide[TILE_ROWS * CHUNK] __attribute__((aligned(64)));
-  v16 sums[16][TILE_ROWS][4];
+  tile_sums sums[16];
   memset(sums, 0, (size_t)tokens * sizeof *sums);
   for (int64_t first = 0; first < columns; first += CHUNK) {
     const int64_t left = columns - first, length = left < CHUNK ? (left + 63) / 64 * 64 : CHUNK;
@@ -168,7 +189,8 @@ static void multiply_tile(int dtype, const char *weights, int64_t columns, int64
   }
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t r = 0; r < rows; r++)
-      out[t][r] = lane_sum((sums[t][r][0] + sums[t][r][2]) + (sums[t][r][1] + sums[t][r][3]));
+      out[t][r] = lane_sum((load16(sums[t][r][0]) + load16(sums[t][r][2])) +
+                           (load16(sums[t][r][1]) + load16(sums[t][r][3])));
 }
 
 static void plain(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
@@ -250,18 +272,18 @@ static void bias(float *x, int dtype, const void *values, int64_t numel) {
 }
 
 static void activate(int act, const float *x, const float *factors, float *out, int64_t numel) {
-  for (int64_t k = 0; k < numel; k += 16) {
-    v16 value = act16(act, load_part(x + k, numel - k));
-    if (factors) value *= load_part(factors + k, numel - k);
-    store_part(out + k, value, numel - k);
+  for (int64_t k = 0; k < numel; k += LANES) {
+    vec value = act_of(act, vec_part(x + k, numel - k));
+    if (factors) value *= vec_part(factors + k, numel - k);
+    put_part(out + k, value, numel - k);
   }
 }
 
 static void cap(float *x, float factor, float softcap, int64_t numel) {
-  for (int64_t k = 0; k < numel; k += 16) {
-    v16 value = load_part(x + k, numel - k) * factor;
-    if (softcap != 0) value = tanh16(value / softcap) * softcap;
-    store_part(x + k, value, numel - k);
+  for (int64_t k = 0; k < numel; k += LANES) {
+    vec value = vec_part(x + k, numel - k) * factor;
+    if (softcap != 0) value = tanh_of(value / softcap) * softcap;
+    put_part(x + k, value, numel - k);
   }
 }
 
@@ -407,7 +429,8 @@ static tile widen(const zq_block *b, const void *cache, const float *scales, int
    __builtin_shuffle(a, b, (i16){1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31}))
 
 /* The sums of all lanes of four vectors; lanes l, l + 4, l + 8 and l + 12 are together in lane l of each quarter. */
-ZQ_FN v16 sums4(v16 a, v16 b, v16 c, v16 d) {
+ZQ_FN v16 sums4(const float (*rows)[16]) {
+  v16 a = load16(rows[0]), b = load16(rows[1]), c = load16(rows[2]), d = load16(rows[3]);
   v16 ab = FOLD8(a, b), cd = FOLD8(c, d);
   return FOLD4(ab, cd);
 }
@@ -416,10 +439,14 @@ ZQ_FN v16 sums16(const v16 parts[4]) {
   return FOLD1(ab, cd);
 }
 #else
-ZQ_FN v16 sums4(v16 a, v16 b, v16 c, v16 d) {
-  quarters q = {{quarter_sum(a), quarter_sum(b), quarter_sum(c), quarter_sum(d)}};
+ZQ_FN v16 sums4(const float (*rows)[16]) {
+  quarters q, out;
   v16 all;
-  memcpy(&all, &q, sizeof all);
+  for (int r = 0; r < 4; r++) {
+    memcpy(&q, rows[r], sizeof q);
+    out.at[r] = (q.at[0] + q.at[2]) + (q.at[1] + q.at[3]);
+  }
+  memcpy(&all, &out, sizeof all);
   return all;
 }
 ZQ_FN v16 sums16(const v16 parts[4]) {
@@ -439,15 +466,19 @@ ZQ_FN v16 sums16(const v16 parts[4]) {
 
 /* The products of a query with 4 rows, as `sums4` gives them. */
 ZQ_FN v16 dots4(const float *query, const float *rows, int64_t stride, int64_t padded) {
-  v16 a = splat(0), b = splat(0), c = splat(0), d = splat(0);
-  for (int64_t k = 0; k < padded; k += 16) {
-    v16 q = load16(query + k);
-    a += q * load16(rows + k);
-    b += q * load16(rows + stride + k);
-    c += q * load16(rows + 2 * stride + k);
-    d += q * load16(rows + 3 * stride + k);
+  float lanes[4][16];
+  for (int p = 0; p < 16; p += LANES) {
+    vec a = all_of(0), b = a, c = a, d = a;
+    for (int64_t k = p; k < padded; k += 16) {
+      const vec q = load_vec(query + k);
+      a += q * load_vec(rows + k);
+      b += q * load_vec(rows + stride + k);
+      c += q * load_vec(rows + 2 * stride + k);
+      d += q * load_vec(rows + 3 * stride + k);
+    }
+    store_vec(lanes[0] + p, a), store_vec(lanes[1] + p, b), store_vec(lanes[2] + p, c), store_vec(lanes[3] + p, d);
   }
-  return sums4(a, b, c, d);
+  return sums4(lanes);
 }
 
 /* Scores of a query and 16 rows. */
@@ -457,24 +488,24 @@ static void dots16(const float *query, tile t, int64_t padded, float *out) {
   store16(out, sums16(parts));
 }
 
-/* out += weights . rows, for up to 64 features in registers. */
+/* out += weights . rows, for one or four vectors of features in registers. */
 ZQ_FN void mix_as(const int vectors, const float *weights, const float *rows, int64_t stride, float *out) {
-  v16 a = load16(out), b = splat(0), c = splat(0), d = splat(0);
-  if (vectors > 1) b = load16(out + 16), c = load16(out + 32), d = load16(out + 48);
+  vec sums[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < vectors; v++) sums[v] = load_vec(out + LANES * v);
   for (int64_t p = 0; p < 16; p++) {
     const float *row = rows + p * stride;
-    float w = weights[p];
-    a += w * load16(row);
-    if (vectors > 1) b += w * load16(row + 16), c += w * load16(row + 32), d += w * load16(row + 48);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sums[v] += weights[p] * load_vec(row + LANES * v);
   }
-  store16(out, a);
-  if (vectors > 1) store16(out + 16, b), store16(out + 32, c), store16(out + 48, d);
+#pragma GCC unroll 4
+  for (int v = 0; v < vectors; v++) store_vec(out + LANES * v, sums[v]);
 }
 
 static void mix(const float *weights, tile t, int64_t padded, float *out) {
   int64_t k = 0;
-  for (; k + 64 <= padded; k += 64) mix_as(4, weights, t.rows + k, t.stride, out + k);
-  for (; k < padded; k += 16) mix_as(1, weights, t.rows + k, t.stride, out + k);
+  for (; k + 4 * LANES <= padded; k += 4 * LANES) mix_as(4, weights, t.rows + k, t.stride, out + k);
+  for (; k < padded; k += LANES) mix_as(1, weights, t.rows + k, t.stride, out + k);
 }
 
 ZQ_FN float max_lanes(v16 x) {
@@ -491,11 +522,8 @@ static void exponentials(float *scores, int64_t count, float *maximum, float *to
     most = pick(s > most, s, most);
   }
   *maximum = max_lanes(most);
-  for (int64_t k = 0; k < count; k++) {
-    v16 power = exp16(load16(scores + 16 * k) - *maximum);
-    store16(scores + 16 * k, power);
-    sum += power;
-  }
+  for (int64_t k = 0; k < 16 * count; k += LANES) store_vec(scores + k, exp_of(load_vec(scores + k) - *maximum));
+  for (int64_t k = 0; k < count; k++) sum += load16(scores + 16 * k);
   *total = lane_sum(sum);
 }
 
@@ -535,7 +563,11 @@ static void attend(const zq_attention *a) {
       float *out = scores + h * ZQ_RUN + 16 * k;
       dots16(queries + h * padded, t, padded, out);
       v16 score = load16(out) * b->scale;
-      if (b->softcap != 0) score = tanh16(score / b->softcap) * b->softcap;
+      if (b->softcap != 0) {
+        store16(out, score);
+        cap(out, 1, b->softcap, 16);
+        score = load16(out);
+      }
       if (left < 16) score = pick(load16(numbers) < (float)left, score, splat(-__builtin_inff()));
       store16(out, score);
     }
@@ -562,14 +594,12 @@ static void merge(const float *partials, int64_t num_runs, int64_t size, float *
     most = maximum > most ? maximum : most;
   }
   for (int64_t r = 0; r < num_runs; r++)
-    total += exp16(splat(partials[r * stride + padded] - most))[0] * partials[r * stride + padded + 1];
-  for (int64_t k = 0; k < size; k += 16) {
-    v16 sum = splat(0);
-    for (int64_t r = 0; r < num_runs; r++) {
-      v16 weight = exp16(splat(partials[r * stride + padded] - most));
-      sum += weight * load16(partials + r * stride + k);
-    }
-    store_part(out + k, sum / total, size - k);
+    total += exp_of(all_of(partials[r * stride + padded] - most))[0] * partials[r * stride + padded + 1];
+  for (int64_t k = 0; k < size; k += LANES) {
+    vec sum = all_of(0);
+    for (int64_t r = 0; r < num_runs; r++)
+      sum += exp_of(all_of(partials[r * stride + padded] - most)) * load_vec(partials + r * stride + k);
+    put_part(out + k, sum / total, size - k);
   }
 }
 
