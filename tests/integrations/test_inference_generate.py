@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def prompts() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the passes of fused decoders."""
+    """Lengths of the passes of fused decoders; -n: one token of each of n sequences."""
     from zengine.inference.decoder import DecoderPass
 
     lengths: list[int] = []
@@ -83,7 +84,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(ids))
         return forward(self, ids, slot)
 
+    each = DecoderPass.forward_each
+
+    def counted_each(self: DecoderPass, ids: Tensor, slots: Sequence[int]) -> Tensor:
+        lengths.append(-len(ids))
+        return each(self, ids, slots)
+
     monkeypatch.setattr(DecoderPass, "forward", counted)
+    monkeypatch.setattr(DecoderPass, "forward_each", counted_each)
     return lengths
 
 
@@ -99,7 +107,7 @@ def test_greedy_tokens_are_those_of_the_module(name: str, calls: list[int]) -> N
     assert torch.equal(found, wanted)
     assert len(set(found[:, 9:].flatten().tolist())) > 3, "tokens differ"
     assert calls[:2] == [9, 5]
-    assert calls[2:] == [1] * 22, "one pass of one token for each row and step"
+    assert calls[2:] == [-2] * 11, "one pass of both rows for each step"
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -118,6 +118,23 @@ def test_the_logits_are_those_of_the_whole_quantized_model(case: str) -> None:
         assert all(found.values()), found
 
 
+def _packed_answers(folder: str, with_plan: bool) -> bool:
+    split = SPLIT if with_plan else {"tensor_parallel": {"tp_size": 2}}
+    given = {"dtype": "int8", **split}
+    wanted = deepspeed.init_inference(Decoder(), {**given, "save_mp_checkpoint_path": folder})(TOKENS)
+    zcomm.barrier()  # both parts are written
+    with torch.device("meta"):
+        subject = Decoder()
+    return torch.equal(deepspeed.init_inference(subject, {**given, "checkpoint": folder})(TOKENS), wanted)
+
+
+@pytest.mark.parametrize("with_plan", [True, False])
+def test_a_split_model_is_packed_and_read_by_as_many_ranks(with_plan: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    assert run_ranks(_packed_answers, 2, str(folder), with_plan) == [True, True]
+    assert {each.name for each in folder.iterdir()} >= {"rank_0_of_2", "rank_1_of_2"}
+
+
 class Flat(nn.Module):
     """A column and a row layer, of 192 features: cuts at 96 are between groups of 32, not of 64."""
 

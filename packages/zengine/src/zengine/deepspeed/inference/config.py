@@ -176,7 +176,12 @@ class DeepSpeedInferenceConfig(SectionModel):
         }
         super().__init__(strict, **given)  # `tp` is another name of the section into which other old names move
         is_quantized = self.quantization is not None
-        written = file_problems(self.given(), self.checkpoint_config.given(), is_quantized=is_quantized)
+        written = file_problems(
+            self.given(),
+            self.checkpoint_config.given(),
+            is_quantized=is_quantized,
+            expert_ranks=self.parallelism.experts.size,
+        )
         problems = [*conflicts(self.tensor_parallel, self.injection_policy), *self._graph_conflicts(), *written]
         if self.offload is not None and not self.parallelism.is_single_rank:
             reason = "weights that are streamed block by block are not split over ranks"

@@ -24,7 +24,7 @@ from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import generation, memory, offloading, splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
-from zengine.deepspeed.inference.files import check_ranks, load_quantized, save_quantized
+from zengine.deepspeed.inference.files import check_packed, load_part, load_quantized, save_quantized
 from zengine.deepspeed.inference.fused import FusedPath, has_quantized_layers, recognized, reject_prompt
 from zengine.deepspeed.inference.graphs import GraphedModule
 from zengine.deepspeed.inference.offloading import WeightOffload
@@ -284,53 +284,81 @@ class _Prepared:
 
 
 def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
-    """Place, cast, split, load, recognize and quantize."""
+    """Choose the device and the dtype, and the way to the weights."""
     host = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
     device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
     dtype = _compute_dtype(module, config, device)
-    path, base_dir, is_on_meta = config.files.checkpoint, config.files.base_dir, weights.is_on_meta(module)
     _check_memory(module, config, dtype, device)
-    if path is not None and config.parallelism.is_single_rank and config.offload is None:
+    if config.files.checkpoint is not None and config.parallelism.is_single_rank and config.offload is None:
         rows = load_quantized(module, config.files, config.quantization, dtype, device)
         if rows is not None:
             _log_layers(rows, module)
             module = module.to(device).eval()
             return _with_path(module, _recognize(module, config), config)
-    if path is not None:
-        check_ranks(config.files)
-        weights.check_fits(module, path, base_dir)
-    elif is_on_meta:
-        raise ValueError(
-            f"{type(module).__name__} is on the meta device and has no weights: pass checkpoint=, a weight file "
-            "or a Hugging Face folder."
-        )
+    _check_weights(module, config)
     if config.offload is not None:
         return _prepare_streamed(module, config, config.offload, device, dtype)
-    if is_on_meta and _needs_run(module, config):
+    return _prepare_split(module, config, host, device, dtype)
+
+
+def _check_weights(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
+    """Raise ValueError if there are no weights, or files that do not fit."""
+    files = config.files
+    if files.checkpoint is None:
+        if weights.is_on_meta(module):
+            raise ValueError(
+                f"{type(module).__name__} is on the meta device and has no weights: pass checkpoint=, a weight file "
+                "or a Hugging Face folder."
+            )
+    elif files.packed is None:
+        weights.check_fits(module, files.checkpoint, files.base_dir)
+    else:
+        check_packed(files.packed, config.parallelism, is_streamed=config.offload is not None)
+
+
+def _prepare_split(
+    module: nn.Module, config: DeepSpeedInferenceConfig, host: torch.device, device: torch.device, dtype: torch.dtype
+) -> _Prepared:
+    """Place, cast, split, load, recognize and quantize."""
+    path, packed = config.files.checkpoint, config.files.packed
+    if weights.is_on_meta(module) and _needs_run(module, config):
         assert path is not None
         weights.materialize(module, host)
-        weights.load(module, path, base_dir)
-        path = None
+        if packed is None:
+            weights.load(module, path, config.files.base_dir)
+            path = None
+        else:
+            _fill_alike(module)
     split = splitting.plan_split(module, config.parallelism)
     split.agree(module)
-    is_moved_late = config.quantization is not None and not split.is_split and not config.replace_with_kernel_inject
+    is_quantized = config.quantization is not None or packed is not None
+    is_moved_late = is_quantized and not split.is_split and not config.replace_with_kernel_inject
     if not weights.is_on_meta(module) and not is_moved_late:
         module = module.to(device)  # a group of GPUs cannot send host tensors
     split = split.verified(module)
-    if config.quantization is not None or has_quantized_layers(module):
+    if is_quantized or has_quantized_layers(module):
         split = split.by_outputs()
     module = module.to(dtype=dtype)
     split.apply(module)
-    if path is not None:
+    if packed is not None:
+        _log_layers(load_part(module, packed, device), module)
+    elif path is not None:
         weights.materialize(module, host if is_moved_late else device)
-        weights.load(module, path, base_dir)
+        weights.load(module, path, config.files.base_dir)
     module = (module if is_moved_late else module.to(device)).eval()
     decoder = _recognize(module, config)
-    if config.quantization is not None:
+    if config.quantization is not None and packed is None:
         _quantize(module, config)
         save_quantized(module, config.files)
-    module = module.to(device)
-    return _with_path(module, decoder, config)
+    return _with_path(module.to(device), decoder, config)
+
+
+def _fill_alike(module: nn.Module) -> None:
+    """Give all ranks the same small weights: a run shows how layers are to be split."""
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(0.02 * torch.randn(param.shape, generator=random))
 
 
 def _with_path(module: nn.Module, decoder: Decoder | None, config: DeepSpeedInferenceConfig) -> _Prepared:

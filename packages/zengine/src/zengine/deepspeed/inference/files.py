@@ -17,10 +17,11 @@ import attrs
 import torch
 from torch import nn
 
+import zpartition
 from zengine.config import Problem
 from zengine.config.grammar.kinds import Mismatch, ValueKind
 from zengine.config.grammar.table import Row, Section
-from zengine.deepspeed.inference.parallel import honoured
+from zengine.deepspeed.inference.parallel import Parallelism, honoured
 from zengine.deepspeed.inference.quantization import WeightQuantization
 from zengine.deepspeed.section_model import SectionModel
 from zengine.inference.loading.load import fill
@@ -30,7 +31,7 @@ from zengine.inference.quantized import LayerError
 
 __all__ = [
     *("CHECKPOINT_CONFIG", "FILE_KEYS", "InferenceCheckpointConfig", "WeightFiles"),
-    *("check_ranks", "file_problems", "load_quantized", "read_files", "save_quantized"),
+    *("check_packed", "file_problems", "load_part", "load_quantized", "read_files", "save_quantized"),
 ]
 
 
@@ -99,8 +100,10 @@ def read_files(given: Mapping[str, Any], section: Mapping[str, Any]) -> WeightFi
     )
 
 
-def file_problems(given: Mapping[str, Any], section: Mapping[str, Any], *, is_quantized: bool) -> Iterator[Problem]:
-    """Yield a problem for each key that is given twice, and for a path to save to without a quantization."""
+def file_problems(
+    given: Mapping[str, Any], section: Mapping[str, Any], *, is_quantized: bool, expert_ranks: int
+) -> Iterator[Problem]:
+    """Yield a problem for each key that is given twice, and for a path to save to that cannot be served."""
     for key, value in section.items():
         other = given.get(_SAME[key])
         if other is not None and other != value:
@@ -113,17 +116,29 @@ def file_problems(given: Mapping[str, Any], section: Mapping[str, Any], *, is_qu
             key="init_inference.save_mp_checkpoint_path",
             suggestion='Pass dtype="int8" or quant={"weight": {"num_bits": 4}}, or remove it.',
         )
-
-
-def check_ranks(files: WeightFiles) -> None:
-    """Raise ValueError if the checkpoint is a packed model, for a run on several ranks."""
-    packed = files.packed
-    if packed is not None:
-        raise ValueError(
-            f"{packed.path} is a quantized model written for {packed.num_ranks} tensor-parallel "
-            f"rank{'s' * (packed.num_ranks != 1)}, and init_inference() splits whole weights over several: pass the "
-            "model's own folder as checkpoint."
+    if files.save_path is not None and expert_ranks > 1:
+        yield Problem(
+            reason="save_mp_checkpoint_path writes no parts of expert ranks",
+            key="init_inference.save_mp_checkpoint_path",
+            suggestion="Remove it, or use one expert rank.",
         )
+
+
+def check_packed(packed: PackedFolder, parallelism: Parallelism, *, is_streamed: bool) -> None:
+    """Raise ValueError if the packed model cannot be read by so many ranks, or block by block."""
+    if parallelism.tensor.size:
+        packed.check_num_ranks(parallelism.tensor.size)
+    if parallelism.experts.size > 1 or is_streamed:
+        what = "init_inference.zero streams" if is_streamed else "expert ranks read"
+        raise ValueError(
+            f"{packed.path} is a packed model, and {what} whole weights: pass the model's own folder as checkpoint."
+        )
+
+
+def load_part(module: nn.Module, packed: PackedFolder, device: torch.device) -> tuple[LayerError, ...]:
+    """Fill a module that is split over tensor ranks with this rank's part; return a row for each quantized layer."""
+    ranks = zpartition.model_parallel_group_of(module)
+    return load_packed(module, packed, device, rank=ranks.rank, num_ranks=ranks.size).layers
 
 
 def load_quantized(
@@ -154,9 +169,8 @@ def load_quantized(
     return rows
 
 
-def save_quantized(
-    module: nn.Module, files: WeightFiles, folder: Path | None = None, *, rank: int = 0, num_ranks: int = 1
-) -> None:
+def save_quantized(module: nn.Module, files: WeightFiles, folder: Path | None = None) -> None:
     """Write a quantized module, whole or this rank's part, if `files` asks for it; folder: of its tokenizer."""
     if files.save_path is not None:
-        save_packed(module, files.save_path, source=folder, rank=rank, num_ranks=num_ranks)
+        ranks = zpartition.model_parallel_group_of(module)
+        save_packed(module, files.save_path, source=folder, rank=ranks.rank, num_ranks=ranks.size)

@@ -58,6 +58,14 @@ class PackedFolder:
     path: Path
     num_ranks: int  # that the model is split over
 
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Raise ValueError if the model was written for another number of ranks."""
+        if self.num_ranks != num_ranks:
+            raise ValueError(
+                f"{self.path} was written for {self.num_ranks} tensor-parallel rank{'s' * (self.num_ranks != 1)}, and "
+                f"this run has {num_ranks}: start {self.num_ranks}, or load the whole model and write it again"
+            )
+
     def checkpoint(self, rank: int) -> Checkpoint:
         """Open the part of a rank."""
         import zckpt
@@ -139,11 +147,7 @@ def load_packed(
 
     Raises ValueError for another number of ranks and parts that do not fit; zckpt's CheckpointError (damaged files).
     """
-    if found.num_ranks != num_ranks:
-        raise ValueError(
-            f"{found.path} was written for {found.num_ranks} tensor-parallel rank{'s' * (found.num_ranks != 1)}, and "
-            f"this run has {num_ranks}: start {found.num_ranks}, or load the whole model and write it again"
-        )
+    found.check_num_ranks(num_ranks)
     checkpoint = found.checkpoint(rank)
     _check_kind(checkpoint)
     parts = _quantized_parts(checkpoint)
