@@ -90,6 +90,10 @@ def test_a_packed_model_is_not_split_again(file: Path, tmp_path: Path) -> None:
         deepspeed.init_inference(
             on_meta(), {"dtype": "fp32", "checkpoint": folder, "tensor_parallel": {"tp_size": 2}}
         )
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for other in ({"ep_size": 2}, {"zero": {"stage": 3, "offload_param": offload}}):
+        with pytest.raises(ValueError, match=r"is a packed model, and .* whole weights"):
+            deepspeed.init_inference(on_meta(), {"dtype": "int8", "checkpoint": folder, **other})
 
 
 def test_files_that_do_not_fit_change_nothing(file: Path) -> None:

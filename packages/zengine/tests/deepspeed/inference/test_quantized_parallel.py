@@ -121,11 +121,14 @@ def test_the_logits_are_those_of_the_whole_quantized_model(case: str) -> None:
 def _packed_answers(folder: str, with_plan: bool) -> bool:
     split = SPLIT if with_plan else {"tensor_parallel": {"tp_size": 2}}
     given = {"dtype": "int8", **split}
-    wanted = deepspeed.init_inference(Decoder(), {**given, "save_mp_checkpoint_path": folder})(TOKENS)
-    zcomm.barrier()  # both parts are written
+    subject = Decoder()
     with torch.device("meta"):
-        subject = Decoder()
-    return torch.equal(deepspeed.init_inference(subject, {**given, "checkpoint": folder})(TOKENS), wanted)
+        unfilled = Decoder()
+    for each in (subject, unfilled):
+        each.dummy_inputs = {"tokens": TOKENS}  # a split that is not given is inferred
+    wanted = deepspeed.init_inference(subject, {**given, "save_mp_checkpoint_path": folder})(TOKENS)
+    zcomm.barrier()  # both parts are written
+    return torch.equal(deepspeed.init_inference(unfilled, {**given, "checkpoint": folder})(TOKENS), wanted)
 
 
 @pytest.mark.parametrize("with_plan", [True, False])

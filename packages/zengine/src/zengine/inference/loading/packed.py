@@ -61,8 +61,9 @@ class PackedFolder:
     def check_num_ranks(self, num_ranks: int) -> None:
         """Raise ValueError if the model was written for another number of ranks."""
         if self.num_ranks != num_ranks:
+            ranks = f"{self.num_ranks} tensor-parallel rank{'s' * (self.num_ranks != 1)}"
             raise ValueError(
-                f"{self.path} was written for {self.num_ranks} tensor-parallel rank{'s' * (self.num_ranks != 1)}, and "
+                f"{self.path} was written for {ranks}, and "
                 f"this run has {num_ranks}: start {self.num_ranks}, or load the whole model and write it again"
             )
 
