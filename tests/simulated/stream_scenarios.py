@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from zengine.build.activation_checkpointing import _log_time
 from zengine.data.loaders.fetch import make_prefetcher
 from zengine.flops.meter import FlopsMeter
 from zengine.flops.profiler import _timing
+from zengine.inference.offload import DriveRest, HostRest, WeightStream
 from zengine.telemetry.telemetry import _make_stopwatch
 from zoptim.backends.gpu import SquaresJob
 from zpartition.activations import ArenaStore, Checkpointing, HostStore
@@ -144,6 +146,44 @@ def page_weights() -> None:
                 placement.unload()
                 torch.empty(8, device=DEVICE)
     torch.cuda.synchronize()
+
+
+def stream_blocks() -> None:
+    """Run blocks whose weights rest on the host, two in turn on the device."""
+    stream = WeightStream(HostRest(pins=True), DEVICE)
+    blocks = [nn.Linear(64, 64) for _ in range(4)]
+    for block in blocks:
+        stream.park(block, tuple(block.parameters()))
+    x = torch.ones(2, 64, device=DEVICE)
+    with torch.no_grad():
+        for block in blocks * 2:
+            x = block(x)
+    torch.cuda.synchronize()
+
+
+def stream_blocks_from_a_drive() -> None:
+    """Put blocks on a drive and fetch one; counts the waits, as errors of the drive show in them."""
+    waits: list[str] = []
+
+    def counted(name: str, transfer: Any) -> Any:
+        return SimpleNamespace(wait=lambda: (waits.append(name), transfer.wait()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        rest = DriveRest(folder, stages=True)
+        write, read = rest.store.write, rest.store.read
+        rest.store = SimpleNamespace(  # type: ignore[assignment]
+            allocate=rest.store.allocate,
+            buffer=rest.store.buffer,
+            write=lambda *given: counted("write", write(*given)),
+            read=lambda *given: counted("read", read(*given)),
+        )
+        for index in range(2):
+            rest.put(index, torch.full((256,), index, dtype=torch.uint8))
+        into = rest.buffer(256, DEVICE)
+        rest.start(1, into)()
+        assert waits == ["write", "write", "read"], waits
+        assert into.cpu().eq(1).all()
+        rest._end()  # removes the store
 
 
 @contextlib.contextmanager
@@ -431,6 +471,7 @@ ALONE: dict[str, tuple[Scenario, ...]] = {
     "zengine.telemetry": (read_timers,),
     "zengine.flops": (read_clocks,),
     "zengine.build": (read_clocks,),
+    "zengine.inference.offload": (stream_blocks, stream_blocks_from_a_drive),
     "zoptim.": (squares_on_a_side_stream,),
     "zprecision.": (read_clocks,),
 }
