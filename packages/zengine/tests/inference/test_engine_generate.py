@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+from typing import Any
 
 import pytest
 import torch
 from small_decoders import VOCABULARY, model
-from torch import Tensor
+from torch import Tensor, nn
 
 import zengine.deepspeed as deepspeed
 
@@ -84,6 +87,59 @@ def test_quantized_decoders_generate_with_their_codes(caplog: pytest.LogCaptureF
         logits = subject(torch.tensor([tokens]))[0, -1]
         assert logits[token] >= logits.max() - 1e-3
         tokens.append(token)
+
+
+QUANT: dict[str, Any] = {"plain": {}, "int8": {"quant": {"weight": {"num_bits": 8}}}}
+
+
+@pytest.mark.parametrize("case", QUANT)
+def test_copies_have_weights_and_caches_of_their_own(case: str) -> None:
+    subject = engine(**QUANT[case])
+    wanted = subject.generate(IDS, MASK, max_new_tokens=6)
+    for made in (copy.deepcopy(subject), pickle.loads(pickle.dumps(subject))):
+        assert torch.equal(made.generate(IDS, MASK, max_new_tokens=6), wanted)
+        with torch.no_grad():
+            made.module.norm.weight.neg_()
+        assert not torch.equal(made.generate(IDS, MASK, max_new_tokens=6), wanted)
+        assert torch.equal(subject.generate(IDS, MASK, max_new_tokens=6), wanted)
+
+
+@pytest.mark.parametrize("case", QUANT)
+def test_loaded_weights_are_those_that_generate(case: str) -> None:
+    wanted = engine(**QUANT[case])
+    other = model()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(torch.randn_like(param) / 2)
+    subject = deepspeed.init_inference(other, {"dtype": "fp32", "replace_with_kernel_inject": True, **QUANT[case]})
+    before = subject.generate(IDS, MASK, max_new_tokens=6)
+    subject.load_state_dict(wanted.state_dict())
+    found = subject.generate(IDS, MASK, max_new_tokens=6)
+    assert torch.equal(found, wanted.generate(IDS, MASK, max_new_tokens=6))
+    assert not torch.equal(found, before)
+
+
+class Conv1D(nn.Module):
+    """As Transformers': the weight is (in, out)."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.nf, self.weight = layer.out_features, nn.Parameter(layer.weight.detach().t().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_cast_module_generates_with_its_new_weights() -> None:
+    subject = model()
+    for block in subject.blocks:
+        block.out = Conv1D(block.out)
+    made = deepspeed.init_inference(subject, {"dtype": "fp32", "replace_with_kernel_inject": True})
+    wanted = made.generate(IDS, MASK, max_new_tokens=6)
+    made.double()
+    assert torch.equal(made.generate(IDS, MASK, max_new_tokens=6), wanted)
+    assert made._fused.steps.cache.keys[0].dtype == torch.float64
 
 
 def test_without_injection_there_is_no_generate() -> None:

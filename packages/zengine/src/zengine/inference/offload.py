@@ -23,6 +23,7 @@ import math
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Protocol, final
 
 import attrs
@@ -97,6 +98,7 @@ class _Packed:
 
     tensors: tuple[Tensor, ...]
     shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]  # of the bytes; a cast of the module changes those of the tensors
     starts: tuple[int, ...]
     num_bytes: int
 
@@ -104,13 +106,14 @@ class _Packed:
     def of(cls, tensors: tuple[Tensor, ...]) -> _Packed:
         sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors]
         ends = list(itertools.accumulate(sizes, initial=0))
-        return cls(tensors, tuple(tuple(each.shape) for each in tensors), tuple(ends[:-1]), ends[-1])
+        shapes, dtypes = tuple(tuple(each.shape) for each in tensors), tuple(each.dtype for each in tensors)
+        return cls(tensors, shapes, dtypes, tuple(ends[:-1]), ends[-1])
 
     def views(self, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each tensor, and its place in a (bytes,) uint8 buffer."""
-        for tensor, shape, start in zip(self.tensors, self.shapes, self.starts):
-            length = math.prod(shape) * tensor.element_size()
-            yield tensor, buffer[start : start + length].view(tensor.dtype).view(shape)
+        for tensor, shape, dtype, start in zip(self.tensors, self.shapes, self.dtypes, self.starts):
+            length = math.prod(shape) * dtype.itemsize
+            yield tensor, buffer[start : start + length].view(dtype).view(shape)
 
 
 class Rest(Protocol):
@@ -160,7 +163,8 @@ class DriveRest:
     """Blocks in a folder on a drive, which is removed at the end."""
 
     def __init__(self, directory: str, *, stages: bool) -> None:
-        """Create the folder in `directory`.  stages: the device is not the host."""
+        """Create the folder in `directory`, which is made if absent.  stages: the device is not the host."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="zengine-weights-", dir=directory)
         self.store = DiskStore.create(folder, DiskOptions(durable=False))
         self._regions: dict[int, Region] = {}
@@ -250,7 +254,7 @@ class WeightStream:
             wait()
             self.bound[index] = buffer
             for tensor, view in self.packed[index].views(self.buffers[buffer]):
-                tensor.data = view
+                tensor.data = view.to(tensor.dtype)  # the view itself, unless the module was cast
         following = (index + 1) % len(self.packed)
         if self.coming is None and following not in self.bound:
             self._start(following)

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from zengine.inference.quantized import LayerError, quantize_weight, replaced
+from zengine.inference.quantized import LayerError, projections, quantize_weight, replaced
 from zengine.inference.structure import Decoder, Projection
 from zpartition import tensor
 from zprecision.quant import Format, PackedTensor, QuantizedTensor, format_name, linear, unit_of
@@ -205,15 +205,36 @@ def _check_split(name: str, layer: nn.Module, format: Format) -> None:
 
 
 def with_weights_of(decoder: Decoder, module: nn.Module) -> Decoder:
-    """Return a decoder with the present weights of the module that it was recognized in: quantized ones, too."""
+    """Return a decoder with the present weights of the module that it was recognized in: quantized ones, too.
+
+    Returns `decoder` itself if it has them.
+    """
 
     def present(projection: Projection) -> Projection:
         layer = module.get_submodule(projection.name)
-        if not isinstance(layer, QuantizedLinear):
+        weight = _present_weight(projection, layer)
+        if weight is projection.weight:
             return projection
-        return attrs.evolve(projection, weight=layer.weight, bias=layer.bias)
+        return attrs.evolve(projection, weight=weight, bias=getattr(layer, "bias", None))
 
-    return replaced(decoder, present)
+    is_current = all(
+        _present_weight(each, module.get_submodule(each.name)) is each.weight for each in projections(decoder)
+    )
+    return decoder if is_current else replaced(decoder, present)
+
+
+def _present_weight(projection: Projection, layer: nn.Module) -> Tensor | QuantizedTensor | PackedTensor:
+    """Return the weight of a layer, (out, in): a new view if the layer's memory is another one."""
+    held = projection.weight
+    if isinstance(layer, QuantizedLinear):
+        return layer.weight
+    own = layer.weight
+    assert isinstance(own, Tensor)
+    if not isinstance(held, Tensor):
+        return own if tuple(own.shape) == tuple(held.shape) else own.t()
+    if held.data_ptr() == own.data_ptr() and held.dtype == own.dtype:
+        return held
+    return own.t() if held._is_view() else own  # Transformers' Conv1D has (in, out)
 
 
 def scales_of(module: nn.Module) -> dict[str, Tensor]:

@@ -38,6 +38,16 @@ def test_the_module_is_cast_evaluated_and_keeps_no_graph():
     assert isinstance(engine, deepspeed.InferenceEngine)
 
 
+def test_a_state_dict_has_each_weight_once_as_deepspeed_s():
+    engine = deepspeed.init_inference(Generator(), dtype="fp32")
+    assert list(engine.state_dict()) == ["module.body.weight", "module.body.bias"]
+    assert [name for name, _ in engine.named_modules() if name] == ["module", "module.body", "module.drop"]
+    engine.load_state_dict(
+        {f"module.{name}": torch.zeros_like(each) for name, each in engine.module.state_dict().items()}
+    )
+    assert not engine(torch.ones(1, 2)).any()
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", [{}, {"dtype": "half"}])
 def test_fp16_becomes_a_dtype_that_a_cpu_computes_in(

@@ -125,6 +125,24 @@ def test_a_failed_block_is_left_without_weights(tmp_path: Path) -> None:
     assert torch.equal(engine(IDS), wanted)
 
 
+def test_a_cast_after_the_start_casts_the_resting_blocks(tmp_path: Path) -> None:
+    engine = deepspeed.init_inference(Model(), nvme(tmp_path))
+    engine.bfloat16()
+    assert torch.equal(engine(IDS), Model().bfloat16()(IDS))
+
+
+def test_a_state_dict_without_the_blocks_is_rejected(tmp_path: Path) -> None:
+    engine = deepspeed.init_inference(Model(), nvme(tmp_path))
+    for each in (engine, engine.module):
+        with pytest.raises(RuntimeError, match="blocks of Model rest outside of the device.*from the checkpoint"):
+            each.state_dict()
+
+
+def test_a_folder_that_is_absent_is_made(tmp_path: Path) -> None:
+    engine = deepspeed.init_inference(Model(), nvme(tmp_path / "not" / "yet"))
+    assert torch.equal(engine(IDS), Model()(IDS))
+
+
 def test_the_folder_is_removed_with_the_engine(tmp_path: Path) -> None:
     engine = deepspeed.init_inference(Model(), nvme(tmp_path))
     engine(IDS)

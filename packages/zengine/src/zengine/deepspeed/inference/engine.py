@@ -90,7 +90,9 @@ class InferenceEngine(nn.Module):
         self._config = config
         self._fused = prepared.fused  # FusedPath; None: the module's own forward runs
         self._stream = prepared.stream  # blocks that rest elsewhere; None: all weights are on the device
-        self._run: Callable[..., Any] = GraphedModule(self.module) if config.enable_cuda_graph else self.module
+        self._graphed = (
+            GraphedModule(self.module) if config.enable_cuda_graph else None
+        )  # runs in place of the module
         self._hooks: list[RemovableHandle] = []  # of `profile_model_time`
         self._told: set[str] = set()  # arguments of `generate` that were logged
         self._is_compiled = False
@@ -98,7 +100,7 @@ class InferenceEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module without gradients."""
         with torch.no_grad():
-            return self._run(*args, **kwargs)
+            return (self._graphed or self.module)(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the arguments and results of the module's `generate`, by the fused path if there is one.
@@ -238,8 +240,8 @@ class InferenceEngine(nn.Module):
             self._hooks.pop().remove()
         if self._fused is not None:
             self._fused.steps, self._fused.timed = None, nullcontext
-        if isinstance(self._run, GraphedModule):
-            self._run.graphs.clear()
+        if self._graphed is not None:
+            self._graphed.graphs.clear()
         get_accelerator().empty_cache()
 
     def __getattr__(self, name: str) -> Any:

@@ -65,9 +65,11 @@ class FusedPath:
     """A decoder, and the cache that its calls share.
 
     Invariant: `steps`, if any, has a capacity of `capacity` tokens; its slots are empty between calls.
+    A copy, also a pickled one, is recognized anew: it has the copied module's weights, and a cache of its own.
     """
 
     decoder: Decoder
+    module: nn.Module  # that the decoder was recognized in
     capacity: int  # tokens of a sequence, prompt and answer
     steps: DecoderPass | None = None  # with the cache of the largest batch so far
     timed: Callable[[], AbstractContextManager[object]] = nullcontext  # around each prefill, and each step of a batch
@@ -77,16 +79,28 @@ class FusedPath:
         """Return the path with the module's present weights, for `max_out_tokens` or as many as it has positions."""
         most = decoder.max_positions
         capacity = max_out_tokens if most is None else min(max_out_tokens, most)
-        return cls(with_weights_of(decoder, module), capacity)
+        return cls(with_weights_of(decoder, module), module, capacity)
+
+    def __reduce__(self) -> tuple[Callable[[nn.Module, int], FusedPath | None], tuple[nn.Module, int]]:
+        return _recognized_path, (self.module, self.capacity)
 
     def empty_steps(self, num_slots: int) -> DecoderPass:
         """Return a pass with at least `num_slots` empty slots; memory is allocated for the largest batch so far."""
+        self._follow_module()
         if self.steps is None or self.steps.cache.num_slots < num_slots:
             self.steps = None  # frees the smaller cache
             self.steps = DecoderPass(self.decoder, KVCache.create(self.decoder, num_slots, self.capacity))
         for slot in range(self.steps.cache.num_slots):
             self.steps.cache.clear(slot)
         return self.steps
+
+    def _follow_module(self) -> None:
+        """Take weights that were replaced (load_state_dict of quantized layers, a cast, another device)."""
+        present = with_weights_of(self.decoder, self.module)
+        tokens, cache = present.embedding.tokens, None if self.steps is None else self.steps.cache.keys[0]
+        is_moved = cache is not None and (cache.device, cache.dtype) != (tokens.device, tokens.dtype)
+        if is_moved or present is not self.decoder:
+            self.decoder, self.steps = present, None
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise RuntimeError if a prompt and `new` tokens do not fit into the cache."""
@@ -124,6 +138,12 @@ class FusedPath:
             at = list(slots)
             logits[at] = steps.forward_each(on_device[at], at)
         return logits
+
+
+def _recognized_path(module: nn.Module, capacity: int) -> FusedPath | None:
+    """Return the path of a copied module; None, with the reason logged, if it is no decoder any more."""
+    decoder = recognized(module)
+    return None if decoder is None else FusedPath.of(decoder, module, capacity)
 
 
 def has_quantized_layers(module: nn.Module) -> bool:

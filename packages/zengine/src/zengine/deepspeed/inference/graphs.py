@@ -64,6 +64,9 @@ class GraphedModule:
     capture: Callable[[Callable[[], Any]], Replay] = capture_on_gpu
     graphs: collections.OrderedDict[Hashable, _Captured] = attrs.field(factory=collections.OrderedDict)
 
+    def __reduce__(self) -> tuple[type[GraphedModule], tuple[nn.Module]]:
+        return GraphedModule, (self.module,)  # graphs belong to this process and to this memory
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module without gradients; outputs are new memory."""
         tensors = list(iter_tensors((args, kwargs)))

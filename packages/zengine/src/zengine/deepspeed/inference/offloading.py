@@ -94,6 +94,7 @@ def fill_and_park(
         fill(module, "")
         finish(module, "")
         module.to(device)
+    module.register_state_dict_pre_hook(_reject_state_dict)
     log.info(
         "init_inference: %d blocks of %s rest %s (%s bytes); two of them, %s bytes, are on %s at a time",
         *(len(stream.packed), found.name or type(module).__name__),
@@ -101,6 +102,13 @@ def fill_and_park(
         *(f"{stream.resting_bytes:,}", f"{2 * max(each.num_bytes for each in stream.packed):,}", device),
     )
     return stream
+
+
+def _reject_state_dict(module: nn.Module, *_: Any) -> None:
+    raise RuntimeError(
+        f"the blocks of {type(module).__name__} rest outside of the device (init_inference.zero), so its state_dict "
+        "would lack their weights: take them from the checkpoint, or from an engine without zero"
+    )
 
 
 @contextmanager
