@@ -89,6 +89,46 @@ def test_quantized_decoders_generate_with_their_codes(caplog: pytest.LogCaptureF
         tokens.append(token)
 
 
+def test_calls_written_for_transformers_are_understood() -> None:
+    subject = engine()
+    wanted = subject.generate(IDS, max_new_tokens=4, eos_token_id=VOCABULARY - 1)
+    given = {
+        "num_beams": 1,
+        "use_cache": True,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+        "pad_token_id": None,
+    }
+    found = subject.generate(inputs=IDS, max_length=9, eos_token_id=torch.tensor(VOCABULARY - 1), **given)
+    assert torch.equal(found, wanted)
+    assert subject.generate(IDS, max_new_tokens=2, do_sample=True, seeds=(1, 2, 3)).shape == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"input_ids": IDS[0]}, r"\(batch, time\), not empty; it is torch.int64 of \(5,\)"),
+        ({"input_ids": IDS.float()}, r"whole numbers.*it is torch.float32 of \(2, 5\)"),
+        ({"input_ids": IDS[:0]}, r"it is torch.int64 of \(0, 5\)"),
+        ({"input_ids": IDS.tolist()}, "it is a list"),
+        (
+            {"input_ids": IDS, "attention_mask": MASK[:, :4]},
+            r"attention_mask has the shape \(2, 4\), and .* \(2, 5\)",
+        ),
+        ({"input_ids": IDS, "seeds": (1,), "num_return_sequences": 2}, "1 seeds for num_return_sequences = 2"),
+        ({"input_ids": IDS, "max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"input_ids": IDS, "max_length": 5}, "max_new_tokens is 0"),
+        ({"input_ids": IDS + VOCABULARY}, "prompt 0 has token 40; the vocabulary has 37"),
+    ],
+)
+def test_wrong_arguments_are_named(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        engine().generate(**given)
+    with pytest.raises(TypeError, match=r"generate.. needs input_ids"):
+        engine().generate(max_new_tokens=3)
+
+
 QUANT: dict[str, Any] = {"plain": {}, "int8": {"quant": {"weight": {"num_bits": 8}}}}
 
 

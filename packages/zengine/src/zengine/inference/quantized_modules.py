@@ -25,6 +25,7 @@ from zprecision.quant import Format, PackedTensor, QuantizedTensor, format_name,
 __all__ = [
     "QuantizedLinear",
     "linear_weights",
+    "nothing_to_quantize",
     "put_quantized",
     "quantize_linears",
     "quantized_layer",
@@ -169,13 +170,24 @@ def quantize_linears(module: nn.Module, choose: Callable[[str], Format | None]) 
         assert format is not None
         _check_split(name, layer, format)
     if not found:
-        raise ValueError(f"{type(module).__name__} has no linear layers to quantize")
+        raise ValueError(nothing_to_quantize(module))
     rows = []
     while found:  # drops each matrix before the next
         name, _, weight, format = found.pop(0)
         assert format is not None
         rows.append(_replace(module, name, weight, format))
     return rows
+
+
+def nothing_to_quantize(module: nn.Module) -> str:
+    """Return the reason why no layer of a module is quantized."""
+    kind, names = type(module).__name__, [name for name, *_ in linear_weights(module)]
+    if names:
+        return f"none of the {len(names)} linear layers of {kind} is to be quantized: {', '.join(names[:5])}, ..."
+    if any(isinstance(each, QuantizedLinear) for each in module.modules()):
+        advice = "leave out dtype='int8' and quant, or pass the plain model"
+        return f"the linear layers of {kind} are quantized already: {advice}"
+    return f"{kind} has no linear layers to quantize"
 
 
 def _replace(module: nn.Module, name: str, weight: Tensor, format: Format) -> LayerError:

@@ -62,6 +62,7 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
         ("keep_module_on_host", "yes", "needs true or false"),
         ("dtype", "int4", 'for 4 bits, quant={"weight": {"num_bits": 4}}'),
         ("dtype", torch.uint8, "must be float32, float16, bfloat16 or int8"),
+        ("dtype", torch.float64, "must be float32, float16, bfloat16 or int8$"),
         ("max_out_token", 5, 'Did you mean "max_out_tokens"'),
         ("checkpoint", 5, "the path of a weight file"),
     ],

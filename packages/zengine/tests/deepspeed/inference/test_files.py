@@ -81,6 +81,17 @@ def test_a_packed_model_is_written_once_and_read_without_quantizing(
     assert torch.equal(engine(IDS), first)
 
 
+def test_a_packed_model_keeps_its_formats_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(tmp_path / "packed")
+    deepspeed.init_inference(Model(), {"dtype": "int8", "save_mp_checkpoint_path": folder})
+    deepspeed.init_inference(on_meta(), {"dtype": "int8", "checkpoint": folder})
+    assert not caplog.records
+    given = {"dtype": "fp32", "checkpoint": folder, "quant": {"weight": {"num_bits": 4}}}
+    engine = deepspeed.init_inference(on_meta(), given)
+    assert f"{folder} has int8 in 2 layers (up, ...), and the config asks for int4: they stay" in caplog.text
+    assert torch.equal(engine(IDS), wanted("int8"))
+
+
 def test_a_packed_model_is_not_split_again(file: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "packed")
     given = {"dtype": "int8", "checkpoint": str(file), "save_mp_checkpoint_path": folder}

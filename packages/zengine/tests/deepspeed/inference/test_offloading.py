@@ -134,7 +134,7 @@ def test_a_cast_after_the_start_casts_the_resting_blocks(tmp_path: Path) -> None
 def test_a_state_dict_without_the_blocks_is_rejected(tmp_path: Path) -> None:
     engine = deepspeed.init_inference(Model(), nvme(tmp_path))
     for each in (engine, engine.module):
-        with pytest.raises(RuntimeError, match="blocks of Model rest outside of the device.*from the checkpoint"):
+        with pytest.raises(RuntimeError, match=r"blocks of Model rest outside of the device.*from the checkpoint"):
             each.state_dict()
 
 

@@ -139,6 +139,26 @@ def test_bytes_are_those_of_the_format() -> None:
     assert "in_features=64, out_features=96" in repr(layer)
 
 
+def test_patterns_without_a_layer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    patterns = {"quant": {"weight": {"post_init_quant": {"up": {"num_bits": 4}, "typo": {"num_bits": 8}}}}}
+    deepspeed.init_inference(Model(), {"dtype": "fp32", **patterns})
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line == (
+        "init_inference.quant: no linear layer has 'typo' in its name; there are head, layers.0.up, layers.0.down, "
+        "layers.1.up, layers.1.down, ..."
+    )
+    del patterns["quant"]["weight"]["post_init_quant"]["up"]
+    with pytest.raises(ValueError, match=r"none of the 5 linear layers of Model is to be quantized: head, layers\.0"):
+        deepspeed.init_inference(Model(), {"dtype": "fp32", **patterns})
+
+
+def test_a_quantized_model_is_not_quantized_again() -> None:
+    module = deepspeed.init_inference(Model(), {"dtype": "int8"}).module
+    with pytest.raises(ValueError, match="linear layers of Model are quantized already: leave out dtype='int8'"):
+        deepspeed.init_inference(module, {"dtype": "int8"})
+    assert deepspeed.init_inference(module, {"dtype": "fp32"})(torch.arange(3)).shape == (3, 11)
+
+
 def test_a_model_without_linear_layers_is_said() -> None:
     with pytest.raises(ValueError, match="Embedding has no linear layers to quantize"):
         deepspeed.init_inference(nn.Embedding(3, 3), {"dtype": "int8"})

@@ -74,7 +74,11 @@ def _read_dtype(value: object) -> torch.dtype:
     given = value.lower() if isinstance(value, str) else value
     found: list[torch.dtype] = [each.value[0] for each in DtypeEnum if given in each.value]
     if not found:
-        bits = ': for 4 bits, quant={"weight": {"num_bits": 4}}' if "4" in str(value) else ""
+        bits = (
+            ': for 4 bits, quant={"weight": {"num_bits": 4}}'
+            if str(value) in ("4", "int4", "uint4", "torch.int4")
+            else ""
+        )
         raise Mismatch(f"must be float32, float16, bfloat16 or int8{bits}")
     return found[0]
 

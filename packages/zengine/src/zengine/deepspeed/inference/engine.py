@@ -34,6 +34,7 @@ from zengine.inference.offload import WeightStream
 from zengine.inference.quantized import LayerError
 from zengine.inference.quantized_modules import linear_weights, quantize_linears, scales_of, unquantized
 from zengine.inference.structure import Decoder
+from zprecision.quant import format_name
 
 __all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
 
@@ -291,9 +292,13 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
     device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
     dtype = _compute_dtype(module, config, device)
     _check_memory(module, config, dtype, device)
+    if config.quantization is not None:
+        for notice in config.quantization.notices([name for name, *_ in linear_weights(module)]):
+            log.warning("%s", notice)
     if config.files.checkpoint is not None and config.parallelism.is_single_rank and config.offload is None:
         rows = load_quantized(module, config.files, config.quantization, dtype, device)
         if rows is not None:
+            _warn_of_packed(rows, config)
             _log_layers(rows, module)
             module = module.to(device).eval()
             return _with_path(module, _recognize(module, config), config)
@@ -343,7 +348,9 @@ def _prepare_split(
     module = module.to(dtype=dtype)
     split.apply(module)
     if packed is not None:
-        _log_layers(load_part(module, packed, device), module)
+        rows = load_part(module, packed, device)
+        _warn_of_packed(rows, config)
+        _log_layers(rows, module)
     elif path is not None:
         weights.materialize(module, host if is_moved_late else device)
         weights.load(module, path, config.files.base_dir)
@@ -435,6 +442,20 @@ def _quantize(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     """Replace linear layers by quantized ones, and log how much they were rounded, and what was left."""
     assert config.quantization is not None
     _log_layers(quantize_linears(module, config.quantization.format_of), module)
+
+
+def _warn_of_packed(rows: Sequence[LayerError], config: DeepSpeedInferenceConfig) -> None:
+    """Log that a packed model has other formats than the config asks for."""
+    wanted, packed = config.quantization, config.files.packed
+    if packed is None or wanted is None:
+        return
+    asked = {row.name: format for row in rows if (format := wanted.format_of(row.name)) is not None}
+    if others := [row for row in rows if row.name in asked and format_name(asked[row.name]) != row.format]:
+        log.warning(
+            "init_inference: the packed model %s has %s in %d layers (%s, ...), and the config asks for %s: they stay "
+            "as they are; quantize the plain model to change them",
+            *(packed.path, others[0].format, len(others), others[0].name, format_name(asked[others[0].name])),
+        )
 
 
 def _log_layers(rows: Sequence[LayerError], module: nn.Module) -> None:

@@ -28,6 +28,7 @@ from zengine.inference.loading.load import fill
 from zengine.inference.loading.packed import PackedFolder, find_packed, load_packed, save_packed
 from zengine.inference.loading.sources import open_source
 from zengine.inference.quantized import LayerError
+from zengine.inference.quantized_modules import nothing_to_quantize
 
 __all__ = [
     *("CHECKPOINT_CONFIG", "FILE_KEYS", "InferenceCheckpointConfig", "WeightFiles"),
@@ -164,7 +165,7 @@ def load_quantized(
     with open_source(files.checkpoint, files.base_dir) as source:
         rows = fill(module.to(dtype=dtype), source, quantization.format_of, device, outliers=False).layers
         if not rows:
-            raise ValueError(f"{type(module).__name__} has no linear layers to quantize")
+            raise ValueError(nothing_to_quantize(module))
         save_quantized(module, files, source.folder)
     return rows
 

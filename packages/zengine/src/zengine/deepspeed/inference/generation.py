@@ -35,6 +35,7 @@ __all__ = ["SameOnAllRanks", "fused_generate", "own_generate", "share_random_sta
 
 _OWN = [
     "max_new_tokens",
+    "max_length",
     "do_sample",
     "temperature",
     "top_k",
@@ -43,6 +44,13 @@ _OWN = [
     "eos_token_id",
     "pad_token_id",
 ]
+# Arguments that calls written for Transformers have, and the values that change nothing here.
+_IDLE: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,),
+    "use_cache": (True, False),
+    "synced_gpus": (False,),
+    "return_dict_in_generate": (False,),
+}
 # Arguments of Transformers' generate, and the values with which the fused loop computes the same.
 _PLAIN: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -197,46 +205,74 @@ def _result(sequences: Tensor, kept: Mapping[str, list[Tensor]], config: Any) ->
 
 def own_generate(
     path: FusedPath,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    num_return_sequences: int = 1,
+    inputs: Tensor | None = None,
+    num_return_sequences: int | None = None,
     seeds: Sequence[int] | None = None,
     **given: Any,
 ) -> Tensor:
     """Generate for a module that has no `generate`; returns (batch * num_return_sequences, time) int64 token ids.
 
-    given: max_new_tokens (20 by default), do_sample, temperature, top_k, top_p, repetition_penalty, eos_token_id (one
-        or several), pad_token_id (the first end token by default, else 0), as in Transformers.
+    input_ids, or inputs: (batch, time) integers.  attention_mask: of the same shape; 0 is padding.
+    given: max_new_tokens (20 by default) or max_length (with the prompt), do_sample, temperature, top_k, top_p,
+        repetition_penalty, eos_token_id (one or several), pad_token_id (the first end token by default, else 0), as
+        in Transformers; None counts as not given.
     seeds: one for each sample of a prompt; by default drawn from torch's generator.
 
-    Raises TypeError for other arguments, RuntimeError for prompts that do not fit into the cache.
+    Raises TypeError for other arguments, ValueError for prompts of another shape and as many seeds as there are not
+    samples, RuntimeError for prompts that do not fit into the cache.
     """
+    given = {name: value for name, value in given.items() if value is not None and value not in _IDLE.get(name, ())}
     if unknown := sorted(set(given) - set(_OWN)):
         raise TypeError(f"generate() got {', '.join(unknown)}, but accepts {', '.join(sorted(_OWN))}")
-    prompts = _without_padding(input_ids, attention_mask)
-    rule = _rule(given)
+    ids = _checked_ids(input_ids if input_ids is not None else inputs, attention_mask)
+    prompts = _without_padding(ids, attention_mask)
+    rule = _rule(given, ids.shape[1])
     path.check_length(max(map(len, prompts)), rule.max_new_tokens)
-    drawn = torch.randint(2**62, (len(prompts), num_return_sequences)).tolist()
+    drawn = torch.randint(2**62, (len(prompts), _num_samples(num_return_sequences, seeds))).tolist()
     requests = [
         Request(prompt=tuple(prompt.tolist()), sampling=rule, seeds=tuple(drawn[index] if seeds is None else seeds))
         for index, prompt in enumerate(prompts)
     ]
     samples = generate(path.empty_steps(min(16, len(prompts) * len(requests[0].seeds))), requests)
-    pad = given.get("pad_token_id")
-    return _joined(input_ids, samples, next(iter(rule.stop_tokens), 0) if pad is None else pad)
+    return _joined(ids, samples, given.get("pad_token_id", next(iter(rule.stop_tokens), 0)))
 
 
-def _rule(given: Mapping[str, Any]) -> Sampling:
-    ends = given.get("eos_token_id")
+def _checked_ids(ids: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Return the prompts.  Raises TypeError without them, ValueError for another shape or dtype."""
+    if ids is None:
+        raise TypeError("generate() needs input_ids: token ids, (batch, time)")
+    is_whole = isinstance(ids, Tensor) and not ids.is_floating_point() and not ids.is_complex()
+    if not is_whole or ids.dim() != 2 or not ids.numel():
+        found = f"{ids.dtype} of {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise ValueError(f"input_ids must be a tensor of whole numbers, (batch, time), not empty; it is {found}")
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}")
+    return ids
+
+
+def _num_samples(count: int | None, seeds: Sequence[int] | None) -> int:
+    """Return the samples of a prompt.  Raises ValueError if the seeds are others."""
+    if seeds is not None and count not in (None, len(seeds)):
+        raise ValueError(
+            f"{len(seeds)} seeds for num_return_sequences = {count}: pass one for each sample of a prompt"
+        )
+    return len(seeds) if seeds is not None else 1 if count is None else count
+
+
+def _rule(given: Mapping[str, Any], prompt_length: int) -> Sampling:
+    ends = given.get("eos_token_id", [])
     is_drawn = given.get("do_sample", False)
+    by_length = given["max_length"] - prompt_length if "max_length" in given else 20
     return Sampling(
-        max_new_tokens=given.get("max_new_tokens") or 20,
+        max_new_tokens=given.get("max_new_tokens", by_length),
         temperature=given.get("temperature", 1.0) if is_drawn else 0.0,
-        top_k=given.get("top_k") or 0,
+        top_k=given.get("top_k", 0),
         top_p=given.get("top_p", 1.0),
         repetition_penalty=given.get("repetition_penalty", 1.0),
-        stop_tokens=() if ends is None else (ends,) if isinstance(ends, int) else tuple(ends),
+        stop_tokens=tuple(torch.as_tensor(ends, dtype=torch.long).flatten().tolist()),
     )
 
 

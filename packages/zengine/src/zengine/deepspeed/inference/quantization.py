@@ -9,7 +9,7 @@ bits and group sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import attrs
@@ -99,6 +99,14 @@ class WeightQuantization:
     def format_of(self, name: str) -> Format | None:
         """Return the format of the layer `name`; None if it is not quantized."""
         return next((format for part, format in self.patterns if part in name), self.format)
+
+    def notices(self, names: Sequence[str]) -> list[str]:
+        """Return a line for each pattern that none of these names of linear layers contains."""
+        return [
+            f"init_inference.quant: no linear layer has {part!r} in its name; there are {', '.join(names[:5])}, ..."
+            for part, _ in self.patterns
+            if not any(part in name for name in names)
+        ]
 
 
 def read_quantization(dtype: torch.dtype, section: Mapping[str, Any]) -> WeightQuantization | None:
