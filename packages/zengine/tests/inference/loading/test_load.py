@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,7 @@ def test_a_packed_folder_stands_alone(folder: Path, tmp_path: Path) -> None:
     assert again.decoder is not None
     assert again.folder == path
     assert (path / "tokenizer.json").is_file()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    with pytest.raises(ValueError, match=r"packed: its config says 1,000,000,000 layers, and it has \d+ tensors"):
+        load_model(path)

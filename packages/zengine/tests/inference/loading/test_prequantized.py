@@ -160,6 +160,11 @@ REJECTED: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "both": (GPTQ, LAYER | {"x.weight": torch.zeros(16, 64)}, r"has both x\.weight and x\.qweight"),
     "codes of one dim": (GPTQ, {"x.qweight": torch.zeros(8)}, "x: 'qweight' must be a matrix"),
     "no shape": (COMPRESSED, {"x.weight_packed": PACKED["x.weight_packed"]}, "'weight_shape' must hold two numbers"),
+    "a shape of floats": (
+        COMPRESSED,
+        PACKED | {"x.weight_shape": torch.tensor([16, torch.inf])},
+        r"'weight_shape' must be whole numbers, and is torch\.float32",
+    ),
     "a forged shape": (
         COMPRESSED,
         PACKED | {"x.weight_shape": torch.tensor([16, -5])},

@@ -138,6 +138,10 @@ def test_a_source_without_a_config_needs_a_module(tmp_path: Path) -> None:
             '{"model_type": "llama", "num_hidden_layers": 1000000000}',
             "says 1,000,000,000 layers, and it has 6",
         ),
+        ('{"model_type": "gpt2", "n_layer": 1000000000}', "says 1,000,000,000 layers, and it has 6"),
+        ('{"model_type": "llama", "hidden_size": -64}', "does not describe a causal language model: .*negative"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "does not describe a causal language model: .*hidden_size"),
+        ('{"model_type": "llama", "pad_token_id": 1000000000}', "does not describe a causal .*: Padding_idx"),
         ('{"model_type": "llama", "quantization_config": 5}', "quantization_config of its config.json must be"),
     ):
         (tmp_path / "config.json").write_text(content)

@@ -452,8 +452,8 @@ def _warn_of_packed(rows: Sequence[LayerError], config: DeepSpeedInferenceConfig
     asked = {row.name: format for row in rows if (format := wanted.format_of(row.name)) is not None}
     if others := [row for row in rows if row.name in asked and format_name(asked[row.name]) != row.format]:
         log.warning(
-            "init_inference: the packed model %s has %s in %d layers (%s, ...), and the config asks for %s: they stay "
-            "as they are; quantize the plain model to change them",
+            "init_inference: the packed model %s has %s in %d layers (%s, ...), and the config asks for %s: they "
+            "stay as they are; quantize the plain model to change them",
             *(packed.path, others[0].format, len(others), others[0].name, format_name(asked[others[0].name])),
         )
 

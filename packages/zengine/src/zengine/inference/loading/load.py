@@ -31,6 +31,8 @@ log = logging.getLogger("zengine")
 
 # keys of a config that no module is built by: the dtype is given, and code of the folder is not run
 _NOT_BUILT = ("quantization_config", "auto_map", "dtype", "torch_dtype")
+# names under which the configs of Transformers have the number of layers, which are built one by one
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 _DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -78,7 +80,7 @@ def load_model(
     choose, place = _chooser(format), torch.device(device)
     packed = None if isinstance(path, Mapping) else find_packed(Path(base_dir, path))
     if packed is not None:
-        made = _module(module, read_config(packed.path), str(packed.path), dtype)
+        made = _module(module, read_config(packed.path), str(packed.path), dtype, len(packed.checkpoint(0).names()))
         report = load_packed(made, packed, place)
         return _finished(made, report, packed.path)
     with open_source(path, base_dir) as source:
@@ -115,11 +117,12 @@ def _module(
 
 def _build(config: Mapping[str, Any], origin: str, dtype: torch.dtype, most_layers: int | None) -> nn.Module:
     plain = {key: value for key, value in config.items() if key not in _NOT_BUILT}
-    kind, layers = plain.pop("model_type", None), plain.get("num_hidden_layers", 0)
+    kind, layers = plain.pop("model_type", None), [plain.get(key) for key in _LAYER_COUNTS]
     if not isinstance(kind, str):
         raise ValueError(f"{origin} has no config.json with a model_type beside it: pass module=, the model to fill")
-    if isinstance(layers, int) and most_layers is not None and layers > most_layers:
-        raise ValueError(f"{origin}: its config says {layers:,} layers, and it has {most_layers:,} tensors")
+    most = max((each for each in layers if isinstance(each, (int, float))), default=0)
+    if most_layers is not None and not most <= most_layers:
+        raise ValueError(f"{origin}: its config says {most:,} layers, and it has {most_layers:,} tensors")
     try:
         import transformers
     except ImportError as error:
@@ -130,8 +133,9 @@ def _build(config: Mapping[str, Any], origin: str, dtype: torch.dtype, most_laye
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 made, dtype=dtype, trust_remote_code=False
             )
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-        raise ValueError(f"{origin}: its config does not describe a causal language model: {error}") from error
+    except Exception as error:  # Transformers checks configs in part, and torch the sizes that come of them
+        reason = (str(error) or type(error).__name__).partition("\nException raised from")[0]
+        raise ValueError(f"{origin}: its config does not describe a causal language model: {reason}") from error
     return model
 
 

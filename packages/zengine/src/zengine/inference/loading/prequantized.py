@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from zengine.inference.loading.stored import QuantizedSlice, StoredTensor, Tensors
@@ -164,7 +165,10 @@ def _compressed(config: Mapping[str, Any]) -> _Method:
         outputs, _ = _sizes(parts, "weight_packed")
         if "weight_shape" not in parts or list(parts["weight_shape"].get_shape()) != [2]:
             raise ValueError("'weight_shape' must hold two numbers")
-        named = [int(size) for size in parts["weight_shape"][...].tolist()]
+        sizes = parts["weight_shape"][...]
+        if sizes.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"'weight_shape' must be whole numbers, and is {sizes.dtype}")
+        named = [int(size) for size in sizes.tolist()]
         if named[0] != outputs or not 0 < named[1] < _MOST_SIZE:
             raise ValueError(f"'weight_shape' says {tuple(named)}, and 'weight_packed' has {outputs} rows")
         return named[0], named[1]
