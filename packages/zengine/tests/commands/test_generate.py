@@ -179,6 +179,7 @@ def test_wrong_calls_are_told_what_to_do(
     ("line", "message"),
     [
         ("{", "prompt 0: no JSON"),
+        ("[" * 100_000, "prompt 0: no JSON"),
         ("7", 'prompt 0: write a string, {"prompt": "..."}'),
         ('{"messages": [{"role": "user", "content": "a"}]}', "prompt 0: a conversation needs --chat"),
     ],
@@ -204,6 +205,44 @@ def test_paths_that_hold_no_model_are_told(call, tmp_path: Path, folder: Path) -
     assert "is not a valid safetensors file" in told(broken)
     weights.unlink()
     assert "has none of model.safetensors" in told(broken)
+
+
+@pytest.mark.parametrize("given", [("--max-new-tokens", "96"), ("--max-out-tokens", "97")])
+def test_tokens_beyond_the_positions_are_told_before_weights_are_read(
+    given: tuple[str, str], call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zengine.commands.models._read", lambda *_: pytest.fail("was read"))
+    status, _, told = call("--prompt", PROMPT, *given)
+    assert status == 1
+    assert "96" in told
+
+
+def test_a_model_below_the_folder_of_a_run_is_that_model(folder: Path, call, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"shape": {"depth": 1, "width": 8, "heads": 1, "context": 8}}')
+    exported = shutil.copytree(folder, tmp_path / "export")
+    given = ("--prompt", PROMPT, "--max-new-tokens", "5")
+    assert call(*given, model=exported)[:2] == call(*given)[:2]
+
+
+def test_damaged_json_is_told(folder: Path, call, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    (broken / "generation_config.json").write_text("[" * 100_000)
+    status, _, told = call("--prompt", PROMPT, model=broken)
+    assert status == 1
+    assert "generation_config.json is no JSON object" in told
+    (broken / "generation_config.json").unlink()
+    (broken / "run.json").write_text("[" * 100_000)
+    assert call("--prompt", PROMPT, model=broken)[0] == 0, "a file of another program"
+
+
+def test_dtypes_that_cpus_do_not_compute_in_are_read_as_float32(folder: Path, call, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    given, weights = ("--prompt", PROMPT, "--max-new-tokens", "5"), load_file(folder / "model.safetensors")
+    for dtype in (torch.float64, torch.float8_e4m3fn):
+        other = shutil.copytree(folder, tmp_path / str(dtype))
+        save_file({name: each.to(dtype) for name, each in weights.items()}, other / "model.safetensors")
+        assert call(*given, model=other)[0] == 0
 
 
 def test_a_model_too_large_is_told_before_it_is_read(call, monkeypatch: pytest.MonkeyPatch) -> None:

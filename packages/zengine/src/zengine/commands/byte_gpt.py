@@ -37,7 +37,7 @@ from zengine.inference.structure import (
 if TYPE_CHECKING:
     from zckpt import Checkpoint
 
-__all__ = ["ByteGPTShape", "decoder_of", "find_run", "read_run_decoder", "run_headers"]
+__all__ = ["ByteGPTShape", "decoder_of", "find_run", "read_run_decoder", "read_shape", "run_headers"]
 
 _RECIPE, _PREFIX = "run.json", "model."  # of the weights in an engine's checkpoint
 _EPS = 1e-5  # of torch's LayerNorm
@@ -57,13 +57,19 @@ class ByteGPTShape:
 
 def find_run(path: Path) -> Path | None:
     """Return the folder of the run that `path` is, or is a checkpoint of; None if it is neither."""
-    return next((each for each in (path, path.parent, path.parent.parent) if _is_run(each)), None)
+    above = (path.parent, path.parent.parent) if _holds_checkpoints(path) else ()
+    return next((each for each in (path, *above) if _is_run(each)), None)
+
+
+def _holds_checkpoints(path: Path) -> bool:
+    """Return whether a folder is a checkpoint of zckpt's, or the root of some; a model exported into a run is not."""
+    return (path / "manifest.json").is_file() or any(path.glob("*/manifest.json"))
 
 
 def _is_run(folder: Path) -> bool:
     try:
         return isinstance(json.loads((folder / _RECIPE).read_text("utf-8"))["shape"], dict)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = find_model(Path(arguments.model), parse_dtype(arguments.dtype))
     tokenizer = open_tokenizer_of(source, arguments.tokenizer)
     prompts = [_encode(messages, tokenizer, is_chat=arguments.chat) for messages in given]
+    _capacity(prompts, arguments, source.max_positions)  # what cannot fit is told before weights are read
     started = time.perf_counter()
     model = load(source, format)
     decoder = model.decoder
@@ -140,7 +141,7 @@ def _read_prompts(path: Path, *, is_chat: bool) -> list[list[Message]]:
 def _parse_line(line: str, where: str, *, is_chat: bool) -> list[Message]:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandError(f"{where}: no JSON: {error}") from None
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         messages = value["messages"]

@@ -17,11 +17,11 @@ import attrs
 import torch
 
 from zengine.commands import CommandError
-from zengine.commands.byte_gpt import find_run, read_run_decoder, run_headers
+from zengine.commands.byte_gpt import find_run, read_run_decoder, read_shape, run_headers
 from zengine.flops.profile import format_amount
 from zengine.inference.loading.load import load_model
 from zengine.inference.loading.packed import find_packed
-from zengine.inference.loading.sources import open_source
+from zengine.inference.loading.sources import open_source, read_config
 from zengine.inference.loading.stored import QuantizedSlice, StoredTensor
 from zengine.inference.quantized import QuantizationReport, quantized
 from zengine.inference.sizes import Header, ModelSizes, available_bytes, check_memory
@@ -50,6 +50,7 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+_POSITIONS = ("max_position_embeddings", "n_positions")  # names in config.json
 _ADVISED = (Int8(), Int4())  # formats that a model too large is told of
 
 
@@ -69,6 +70,7 @@ class ModelSource:
     sizes: ModelSizes
     folder: Path | None  # that may have the tokenizer
     dtype: torch.dtype  # of weights that are not quantized
+    max_positions: int | None = None  # tokens that the model was made for; None: only the loaded model says
 
     def nbytes(self, format: Format | None) -> int:
         """Return the bytes of the loaded weights."""
@@ -105,7 +107,8 @@ def parse_dtype(text: str) -> torch.dtype | None:
 def find_model(path: Path, dtype: torch.dtype | None) -> ModelSource:
     """Say what a path holds, and how large it is.
 
-    dtype: of weights that are not quantized; None for that of the files (float32 for float16, which CPUs lack).
+    dtype: of weights that are not quantized; None for that of the files (float32 for those that CPUs do not compute
+        in: float16, 8 bits).
 
     Raises CommandError for a path that holds no model, or a damaged one.
     """
@@ -117,8 +120,20 @@ def find_model(path: Path, dtype: torch.dtype | None) -> ModelSource:
             kind, sizes, folder = ModelKind.RUN, ModelSizes.of(run_headers(path, run)), None
         else:
             kind, (sizes, folder) = ModelKind.FILES, _measure(path)
-    stored = torch.float32 if sizes.dtype == torch.float16 else sizes.dtype
-    return ModelSource(path=path, kind=kind, sizes=sizes, folder=folder, dtype=dtype or stored)
+    stored = sizes.dtype if sizes.dtype in (torch.float32, torch.bfloat16) else torch.float32
+    return ModelSource(
+        path=path, kind=kind, sizes=sizes, folder=folder, dtype=dtype or stored, max_positions=_positions(path, run)
+    )
+
+
+def _positions(path: Path, run: Path | None) -> int | None:
+    """Return the tokens that the model was made for, if a config beside its weights says so."""
+    if run is not None:
+        return read_shape(run).context
+    with _told(path):
+        config = read_config(path) if path.is_dir() else {}
+    found = (config.get(name) for name in _POSITIONS)
+    return next((each for each in found if type(each) is int), None)
 
 
 @contextlib.contextmanager

@@ -40,10 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     text = _read_text(arguments.data, arguments.max_bytes)
     source = find_model(Path(arguments.model), parse_dtype(arguments.dtype))
     tokenizer = open_tokenizer_of(source, arguments.tokenizer)
+    _context(arguments.context, source.max_positions)  # told before weights are read
     model = load(source, format, keeps_full=True)
-    context = arguments.context or min(_CONTEXT, model.max_positions or _CONTEXT)
-    if model.max_positions is not None and context > model.max_positions:
-        raise CommandError(f"--context {context}: the model was made for {model.max_positions} tokens")
+    context = _context(arguments.context, model.max_positions)
     try:
         windows = text_windows(text, tokenizer, context)
         quality = compare(model.decoder, model.full, _with_progress(windows))
@@ -65,6 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         _write(arguments.html, quality_page(data))
     return 0
+
+
+def _context(asked: int, max_positions: int | None) -> int:
+    """Return the tokens of a window; asked: 0 for the default."""
+    if max_positions is not None and asked > max_positions:
+        raise CommandError(f"--context {asked}: the model was made for {max_positions} tokens")
+    return asked or min(_CONTEXT, max_positions or _CONTEXT)
 
 
 def _read_text(path: Path, max_bytes: int) -> str:

@@ -196,7 +196,7 @@ def stop_tokens_of(folder: Path) -> tuple[int, ...]:
             continue
         try:
             found = json.loads(path.read_text("utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise TokenizerError(f"{path} is no JSON object: {error}") from error
         listed = found if isinstance(found, list) else [found]
         if tokens := tuple(token for token in listed if type(token) is int):

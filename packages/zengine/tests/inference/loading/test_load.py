@@ -139,6 +139,25 @@ def test_the_dtype_is_that_of_the_config_or_the_one_given(tmp_path: Path) -> Non
     assert loaded.module.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.parametrize("format", [None, "int4"])
+def test_codes_without_a_config_are_not_read_as_weights(format: str | None, folder: Path, tmp_path: Path) -> None:
+    state = llama().state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    torch.save(state | {name: state[name].to(torch.int8)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=rf"{name} is torch.int8 in the files, and must be of floating point: codes"):
+        load_model(tmp_path, format=format)
+
+
+def test_weights_that_are_no_numbers_are_named(folder: Path, tmp_path: Path) -> None:
+    made = llama()
+    with torch.no_grad():
+        made.model.layers[1].mlp.up_proj.weight[3, 3] = torch.nan
+    made.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert (loaded.decoder, loaded.reason) == (None, "model.layers.1.mlp.up_proj.weight has infinite or NaN values")
+
+
 def test_a_packed_folder_stands_alone(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     first = load_model(folder, format="int4")

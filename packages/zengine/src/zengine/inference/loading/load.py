@@ -177,5 +177,7 @@ def _recognized(module: nn.Module) -> tuple[Decoder | None, str]:
         reason = f"{type(error).__name__}: {error}"
     else:
         return decoder, ""
+    if broken := next((name for name, each in module.named_parameters() if not bool(each.isfinite().all())), ""):
+        reason = f"{broken} has infinite or NaN values"
     log.info("load_model: %s runs as it is: %s", type(module).__name__, reason)
     return None, reason

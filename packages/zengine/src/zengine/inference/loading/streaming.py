@@ -62,7 +62,7 @@ def stream(
             rows[layer.name] = filling.quantize(module, layer, Int8())
     weights.materialize(module, device)
     for name, tensor in weights.stored_tensors(module):
-        _copy(filling.source(name), tensor)
+        _copy(filling.source(name), tensor, name)
     return QuantizationReport(layers=tuple(rows.values()), kept=tuple(kept))
 
 
@@ -100,6 +100,7 @@ class _LayerFiller:
     def quantize(self, module: nn.Module, layer: _Layer, format: Format) -> LayerError:
         """Replace a layer by one whose weight is quantized from its values."""
         values = self.source(f"{layer.name}.weight")[...]
+        _check_floating(values, f"{layer.name}.weight")
         packed, row = quantize_weight(layer.name, values.t() if layer.is_transposed else values, format)
         put_quantized(module, layer.name, packed.to(self.device))
         return row
@@ -133,11 +134,23 @@ def _bits(format: Format | str) -> int:
     return _BITS.get(name.partition("-")[0], 8)
 
 
-def _copy(stored: StoredTensor, tensor: Tensor) -> None:
+def _copy(stored: StoredTensor, tensor: Tensor, name: str) -> None:
     """Read a plain tensor, a few rows at a time."""
     if not tensor.dim():
         tensor.copy_(stored[...])
         return
     step = max(1, _CHUNK_NUMEL * tensor.shape[0] // max(1, tensor.numel()))
     for first in range(0, tensor.shape[0], step):
-        tensor[first : first + step].copy_(stored[first : first + step])
+        rows = stored[first : first + step]
+        if tensor.is_floating_point():
+            _check_floating(rows, name)
+        tensor[first : first + step].copy_(rows)
+
+
+def _check_floating(values: Tensor, name: str) -> None:
+    """Raise ValueError for whole numbers: they are codes, whose scales are not known."""
+    if not values.is_floating_point():
+        raise ValueError(
+            f"{name} is {values.dtype} in the files, and must be of floating point: codes of another quantization "
+            "without their config are not read"
+        )
