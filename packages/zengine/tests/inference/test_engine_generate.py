@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_decoders import VOCABULARY, model
+from small_decoders import TIME, VOCABULARY, model
 from torch import Tensor, nn
 
 import zengine.deepspeed as deepspeed
@@ -87,6 +87,16 @@ def test_quantized_decoders_generate_with_their_codes(caplog: pytest.LogCaptureF
         logits = subject(torch.tensor([tokens]))[0, -1]
         assert logits[token] >= logits.max() - 1e-3
         tokens.append(token)
+
+
+def test_learnt_positions_are_the_limit_that_is_named() -> None:
+    subject = deepspeed.init_inference(model(rotary=False), dtype="fp32", replace_with_kernel_inject=True)
+    assert subject.generate(IDS, max_new_tokens=TIME - 4).shape == (2, TIME + 1)
+    told = r"exceed the 64 positions that the model has learnt: ask for at most 60 new tokens\."
+    with pytest.raises(RuntimeError, match=told):
+        subject.generate(IDS, max_new_tokens=TIME)
+    with pytest.raises(RuntimeError, match=r"learnt: shorten the prompt to 64 tokens\."):
+        subject.generate(IDS.repeat(1, 13), max_new_tokens=1)
 
 
 def test_calls_written_for_transformers_are_understood() -> None:

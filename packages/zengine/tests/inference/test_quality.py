@@ -67,7 +67,17 @@ def test_the_figures_do_not_depend_on_how_many_positions_are_computed_at_once(
     assert attrs.astuple(parts) == pytest.approx(attrs.astuple(whole), rel=1e-12)
 
 
+def test_a_text_may_begin_with_a_part_of_a_character() -> None:
+    assert text_windows("é!", ByteTokenizer(), 8).num_bytes == 2
+    assert text_windows("日本", ByteTokenizer(), 8).num_bytes == 5
+
+
 def test_texts_that_cannot_be_judged_are_rejected() -> None:
+    decoder = recognize(model())
+    with pytest.raises(
+        ValueError, match=f"token {VOCABULARY}; the vocabulary has {VOCABULARY}: is it another model's"
+    ):
+        compare(decoder, decoder, [torch.tensor([1, VOCABULARY, 2])])
     with pytest.raises(ValueError, match="the text has 1 tokens; at least 2 are needed"):
         text_windows("a", Small(), 10)
     with pytest.raises(ValueError, match="a context of 1 tokens predicts nothing"):

@@ -23,6 +23,7 @@ from zengine.inference.tokenizers import Tokenizer
 
 __all__ = ["Quality", "TextWindows", "compare", "text_windows"]
 
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CHUNK_NUMEL = 1 << 21  # logits that are widened to float64 at once
 
 
@@ -82,8 +83,9 @@ def text_windows(text: str, tokenizer: Tokenizer, context: int) -> TextWindows:
     tokens, begin = torch.tensor(tokenizer.encode(text), dtype=torch.int64), tokenizer.begin
     if tokens.numel() < 2:
         raise ValueError(f"the text has {tokens.numel()} tokens; at least 2 are needed")
-    unseen = 0 if begin is not None else len(tokenizer.decode(tokens[:1].tolist()).encode())
-    return TextWindows(tokens, begin, context, len(text.encode()) - unseen)
+    first = "" if begin is not None else tokenizer.decode(tokens[:1].tolist())
+    unseen = len(first.replace(_BROKEN, "?").encode())  # a part of a character is a byte
+    return TextWindows(tokens, begin, context, max(1, len(text.encode()) - unseen))
 
 
 @torch.no_grad()
@@ -92,13 +94,19 @@ def compare(changed: Decoder, reference: Decoder, windows: Iterable[Tensor]) -> 
 
     windows: (time,) int64 each, at least two tokens; the first of a window is not predicted.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are none, or for a token outside of the vocabulary.
     """
+    vocabulary = min(each.embedding.tokens.shape[0] for each in (changed, reference))
     tested, full = _Scorer(changed), _Scorer(reference)
     bits = reference_bits = 0.0
     kls: list[Tensor] = []
     same = 0
     for window in windows:
+        if not 0 <= int(window.min()) <= int(window.max()) < vocabulary:
+            raise ValueError(
+                f"the text has token {int(window.max())}; the vocabulary has {vocabulary}: is it another model's "
+                "tokenizer?"
+            )
         logits, wanted, targets = tested.logits(window[:-1]), full.logits(window[:-1]), window[1:]
         rows = max(1, _CHUNK_NUMEL // logits.shape[-1])
         given = (logits, wanted, targets.to(logits.device))

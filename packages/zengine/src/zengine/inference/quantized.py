@@ -97,7 +97,7 @@ def quantized(decoder: Decoder, format: Format, *, head: bool = True) -> tuple[D
 
 def _quantize(projection: Projection, format: Format) -> tuple[Projection, LayerError]:
     if not isinstance(projection.weight, Tensor):
-        raise ValueError(f"{projection.name} is quantized already")
+        raise ValueError(f"{projection.name} is quantized already: pass the model with its plain weights")
     weight, row = quantize_weight(projection.name, projection.weight, format)
     return attrs.evolve(projection, weight=weight), row
 

@@ -65,6 +65,7 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
         ("dtype", torch.float64, "must be float32, float16, bfloat16 or int8$"),
         ("max_out_token", 5, 'Did you mean "max_out_tokens"'),
         ("checkpoint", 5, "the path of a weight file"),
+        ("min_out_tokens", 2000, "min_out_tokens = 2000 is more than max_out_tokens = 1024. Raise max_out_tokens"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(key, value, told):

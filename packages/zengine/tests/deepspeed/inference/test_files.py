@@ -107,6 +107,14 @@ def test_a_packed_model_is_not_split_again(file: Path, tmp_path: Path) -> None:
             deepspeed.init_inference(on_meta(), {"dtype": "int8", "checkpoint": folder, **other})
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp32"])
+def test_codes_are_not_read_as_weights(dtype: str, file: Path) -> None:
+    state = Model().state_dict()
+    safetensors.torch.save_file(state | {"up.weight": state["up.weight"].to(torch.int8)}, file)
+    with pytest.raises(ValueError, match=r"does not fit Model: up\.weight is torch\.int8 in the files, and must be"):
+        deepspeed.init_inference(Model(), {"dtype": dtype, "checkpoint": str(file)})
+
+
 def test_files_that_do_not_fit_change_nothing(file: Path) -> None:
     safetensors.torch.save_file({"up.weight": torch.ones(3, 3)}, file)
     module = Model()

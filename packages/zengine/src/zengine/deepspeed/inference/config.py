@@ -186,7 +186,12 @@ class DeepSpeedInferenceConfig(SectionModel):
             is_quantized=is_quantized,
             expert_ranks=self.parallelism.experts.size,
         )
-        problems = [*conflicts(self.tensor_parallel, self.injection_policy), *self._graph_conflicts(), *written]
+        problems = [
+            *conflicts(self.tensor_parallel, self.injection_policy),
+            *self._graph_conflicts(),
+            *self._length_conflicts(),
+            *written,
+        ]
         if self.offload is not None and not self.parallelism.is_single_rank:
             reason = "weights that are streamed block by block are not split over ranks"
             problems.append(Problem(reason=reason, key="init_inference.zero", suggestion="Leave one of them out."))
@@ -196,6 +201,14 @@ class DeepSpeedInferenceConfig(SectionModel):
             raise AssertionError(
                 "init_inference() got replace_with_kernel_inject and injection_policy: the first runs a recognized "
                 "decoder, the second names the layers that ranks split. Give one of them."
+            )
+
+    def _length_conflicts(self) -> Iterator[Problem]:
+        if self.min_out_tokens > self.max_out_tokens:
+            yield Problem(
+                key="init_inference.min_out_tokens",
+                reason=f"min_out_tokens = {self.min_out_tokens} is more than max_out_tokens = {self.max_out_tokens}",
+                suggestion="Raise max_out_tokens: a cache holds as many.",
             )
 
     def _graph_conflicts(self) -> Iterator[Problem]:

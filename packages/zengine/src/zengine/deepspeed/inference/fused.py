@@ -104,12 +104,18 @@ class FusedPath:
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise RuntimeError if a prompt and `new` tokens do not fit into the cache."""
-        reject_prompt(prompt, self.capacity)
-        if prompt + new - 1 > self.capacity:
-            raise RuntimeError(
-                f"a prompt of {prompt} tokens and {new} new ones exceed max_out_tokens = {self.capacity}: raise it "
-                f"in init_inference(), or ask for at most {self.capacity - prompt + 1} new tokens."
-            )
+        if prompt + new - 1 <= self.capacity:
+            return
+        if self.decoder.max_positions == self.capacity:
+            limit, advice = f"the {self.capacity} positions that the model has learnt", ""
+        else:
+            reject_prompt(prompt, self.capacity)
+            limit, advice = f"max_out_tokens = {self.capacity}", "raise it in init_inference(), or "
+        room = self.capacity - prompt + 1
+        advice += (
+            f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to {self.capacity} tokens"
+        )
+        raise RuntimeError(f"a prompt of {prompt} tokens and {new} new ones exceed {limit}: {advice}.")
 
     def prefill(self, steps: DecoderPass, prompts: list[Tensor]) -> Tensor:
         """Put one prompt into each slot; return the logits after each, (prompts, vocabulary) float32.

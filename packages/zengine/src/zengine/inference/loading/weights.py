@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zpartition
 from zengine.checkpoint.huggingface import to_module_names
 from zengine.inference.loading.sources import Given, open_source
+from zengine.inference.loading.stored import QuantizedSlice
 
 __all__ = [
     *("check_fits", "is_on_meta", "load", "load_part", "materialize", "named_by_module", "opened", "stored_tensors"),
@@ -67,9 +68,22 @@ def check_fits(module: nn.Module, path: Given, base_dir: str = "") -> None:
     """Raise the ValueError of `load`, without changing `module`."""
     with open_source(path, base_dir) as source:
         try:
-            zpartition.check_slices(module, named_by_module(source.tensors, module))
+            named = named_by_module(source.tensors, module)
+            zpartition.check_slices(module, named)
+            if not any(isinstance(each, QuantizedSlice) for each in source.tensors.values()):
+                _check_floating(module, named)
         except ValueError as error:
             raise ValueError(f"{source.origin} does not fit {type(module).__name__}: {error}") from None
+
+
+def _check_floating(module: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError for whole numbers in the place of weights: codes, whose scales are not known."""
+    for name, tensor in stored_tensors(module):
+        if name not in tensors or not tensor.is_floating_point() or not tensor.numel() or not tensor.dim():
+            continue
+        dtype = tensors[name][tuple(slice(0, 1) for _ in tensor.shape)].dtype
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name} is {dtype} in the files, and must be of floating point")
 
 
 @contextmanager
