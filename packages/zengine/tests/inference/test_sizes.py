@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -58,6 +60,17 @@ def test_a_model_too_large_is_told_what_fits() -> None:
         check(5e8)
     with pytest.raises(ValueError, match="available; use a smaller model"):
         check_memory(10, 1, "x", sizes, HALF, ())
+
+
+def test_pages_of_files_in_a_control_group_are_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zengine.inference.sizes._CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("10000000\n")
+    (tmp_path / "memory.current").write_text("9000000\n")
+    assert available_bytes() == 1_000_000
+    (tmp_path / "memory.stat").write_text("anon 2000000\nfile 7000000\ninactive_file 4000000\nactive_file 2500000\n")
+    assert available_bytes() == 7_500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() > 7_500_000
 
 
 def test_available_memory_is_between_nothing_and_a_petabyte() -> None:

@@ -104,11 +104,23 @@ def bits_per_weight(format: Format) -> float:
 
 
 def available_bytes() -> int:
-    """Return the memory that this process may still allocate: of the machine, and of its control group."""
+    """Return the memory that this process may still allocate: of the machine, and of its control group.
+
+    Pages of files that were read count as available: the kernel gives them up first.
+    """
     rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
     free = int(rows["MemAvailable"].split()[0]) * 1024
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
-    return free if limit is None or used is None else min(free, max(limit - used, 0))
+    return free if limit is None or used is None else min(free, max(limit - used + _cached_bytes(), 0))
+
+
+def _cached_bytes() -> int:
+    """Return the bytes of the control group's pages that are copies of files."""
+    try:
+        rows = (line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines())
+    except OSError:
+        return 0
+    return sum(int(row[1]) for row in rows if row and row[0] in ("inactive_file", "active_file"))
 
 
 def _number(path: Path) -> int | None:
