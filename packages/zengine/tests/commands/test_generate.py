@@ -356,3 +356,6 @@ def test_a_packed_folder_is_the_model_that_was_quantized(folder: Path, call, tmp
     save_packed(load_model(folder, format="int4", dtype=torch.float32).module, tmp_path / "packed", source=folder)
     common = ("--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "12", "--json")
     assert call(*common, model=tmp_path / "packed")[1] == call(*common, "--quant", "int4")[1]
+    _, out, told = call(*common, "--quant", "int8", model=tmp_path / "packed")
+    assert out == call(*common, "--quant", "int4")[1]
+    assert "matrices of int4" in told, "what is loaded is told, as it is not what was asked for"

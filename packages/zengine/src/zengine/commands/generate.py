@@ -99,7 +99,8 @@ def _loaded(name: str, report: QuantizationReport | None, decoder: Decoder, seco
     """Say what was loaded."""
     text = f"{name}: loaded in {seconds:.1f} s, {len(decoder.blocks)} blocks"
     if report is not None:
-        text += f", {len(report.layers)} matrices in {gigabytes(report.nbytes)}"
+        formats = ", ".join(sorted({layer.format for layer in report.layers}))
+        text += f", {len(report.layers)} matrices of {formats} in {gigabytes(report.nbytes)}"
         text += f"; {len(report.kept)} keep 8 bits" if report.kept else ""
     if decoder.opaque:
         text += f"; as their modules: {', '.join(decoder.opaque[:3])}{', ...' if len(decoder.opaque) > 3 else ''}"
