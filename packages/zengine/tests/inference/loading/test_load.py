@@ -158,6 +158,18 @@ def test_weights_that_are_no_numbers_are_named(folder: Path, tmp_path: Path) -> 
     assert (loaded.decoder, loaded.reason) == (None, "model.layers.1.mlp.up_proj.weight has infinite or NaN values")
 
 
+def test_formats_are_values_texts_or_functions_to_these(folder: Path) -> None:
+    report = load_model(folder, format=lambda name: "int8" if "mlp" in name else Int4() if "q_proj" in name else None)
+    found = {row.name.rpartition(".")[2]: row.format for row in report.report.layers}
+    assert found == {"gate_proj": "int8", "up_proj": "int8", "down_proj": "int8", "q_proj": "int4"}
+    with pytest.raises(TypeError, match="format is 4: pass a text such as 'int4'"):
+        load_model(folder, format=4)
+    with pytest.raises(TypeError, match=r"dtype is 'bf16': pass torch\.float32.*format= quantizes layers"):
+        load_model(folder, dtype="bf16")
+    with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
+        load_model(folder, dtype=torch.int8)
+
+
 def test_a_packed_folder_stands_alone(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     first = load_model(folder, format="int4")

@@ -6,7 +6,7 @@ Phases: open the source; build the module without memory; fill it layer by layer
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class LoadedModel:
 def load_model(
     path: Given,
     *,
-    format: Format | str | ChooseFormat | None = None,
+    format: Format | str | Callable[[str], Format | str | None] | None = None,
     dtype: torch.dtype | None = None,
     module: nn.Module | None = None,
     device: torch.device | str = "cpu",
@@ -63,10 +63,10 @@ def load_model(
     path: a Hugging Face folder (plain, GPTQ, AWQ or compressed-tensors), a GGUF file, a `.safetensors` or `.pt` file,
         a zckpt checkpoint or the root of some, a folder of `save_packed`, or DeepSpeed's list of files (a mapping, or
         the path of its JSON).
-    format: of the linear layers: a value, its text ("int4", "int8-g64"), or a function from a layer's name to its
-        format or None.  Layers that need more than four bits get eight (see `zengine.inference.quantized`).  Layers
-        that the files hold as codes of at most as many bits keep their codes, and those of `save_packed` always do.
-        None: nothing is quantized here.
+    format: of the linear layers: a value, its text ("int4", "int8-g64"), or a function from a layer's name to
+        one of these or None.  Layers that need more than four bits get eight (see `zengine.inference.quantized`).
+        Layers that the files hold as codes of at most as many bits keep their codes, and those of `save_packed`
+        always do.  None: nothing is quantized here.
     dtype: of the other parameters, and of activations.  None: that of `module`; else float32 if layers are quantized,
         and that of the model's config if none are.
     module: the model to fill; it may be on the meta device.  None: Transformers' model for the config beside the
@@ -75,8 +75,9 @@ def load_model(
     base_dir: folder of `path`, or of the files of DeepSpeed's list.
 
     Raises ValueError and CheckpointError: no known format, damaged files, weights that do not fit the model, an
-    unknown format.
+    unknown format; TypeError: another kind of argument.
     """
+    _check_dtype(dtype)
     choose, place = _chooser(format), torch.device(device)
     packed = None if isinstance(path, Mapping) else find_packed(Path(base_dir, path))
     if packed is not None:
@@ -145,12 +146,28 @@ def _finished(module: nn.Module, report: QuantizationReport, folder: Path | None
     return LoadedModel(module=module, decoder=decoder, reason=reason, report=report, folder=folder)
 
 
-def _chooser(format: Format | str | ChooseFormat | None) -> ChooseFormat:
-    if isinstance(format, str):
-        format = format_named(format)
-    if format is None or isinstance(format, Format):
-        return lambda _name: format
-    return format
+def _chooser(format: Format | str | Callable[[str], Format | str | None] | None) -> ChooseFormat:
+    """Return the function from a layer's name to its format.  Raises TypeError for other things."""
+    if not callable(format):
+        fixed = _format(format)
+        return lambda _name: fixed
+    choose = format
+    return lambda name: _format(choose(name))
+
+
+def _format(given: object) -> Format | None:
+    if given is None or isinstance(given, Format):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"format is {given!r}: pass a text such as 'int4', a Format, None, or a function to these")
+    return format_named(given)
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and dtype not in (*_DTYPES.values(), torch.float64):
+        raise TypeError(
+            f"dtype is {dtype!r}: pass {', '.join(map(str, _DTYPES.values()))} or None; format= quantizes layers"
+        )
 
 
 def _compute_dtype(given: torch.dtype | None, source: Source, is_asked: bool) -> torch.dtype:

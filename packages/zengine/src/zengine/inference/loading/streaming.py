@@ -122,10 +122,13 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _outliers(rows: Mapping[str, LayerError]) -> list[str]:
-    """Return the layers of fewer than eight bits whose error is over three times the median."""
-    errors = {name: row.error for name, row in rows.items() if row.error > 0}
-    median = statistics.median(errors.values()) if errors else 0.0
-    return [name for name, error in errors.items() if error > OUTLIER * median and _bits(rows[name].format) < 8]
+    """Return the layers of fewer than eight bits whose error is over three times the median of their format."""
+    errors: dict[str, list[float]] = {}
+    for row in rows.values():
+        if row.error > 0 and _bits(row.format) < 8:
+            errors.setdefault(row.format, []).append(row.error)
+    limits = {format: OUTLIER * statistics.median(each) for format, each in errors.items()}
+    return [name for name, row in rows.items() if row.error > limits.get(row.format, float("inf"))]
 
 
 def _bits(format: Format | str) -> int:
