@@ -141,7 +141,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zpartition": {"FullTensors", "check_slices", "load_own_slices"},
     },
-    "deepspeed/inference/quantization.py": {"zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8"}},
+    "deepspeed/inference/quantization.py": {
+        "zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8", "quant.format_name"}
+    },
     # launches through torch's own functions are announced
     "deepspeed/comm/verbs.py": {"zcomm": {"launching"}},
     # DeepSpeed's names for objects of the packages

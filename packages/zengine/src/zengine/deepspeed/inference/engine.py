@@ -34,7 +34,6 @@ from zengine.inference.offload import WeightStream
 from zengine.inference.quantized import LayerError
 from zengine.inference.quantized_modules import linear_weights, quantize_linears, scales_of, unquantized
 from zengine.inference.structure import Decoder
-from zprecision.quant import format_name
 
 __all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
 
@@ -449,12 +448,11 @@ def _warn_of_packed(rows: Sequence[LayerError], config: DeepSpeedInferenceConfig
     wanted, packed = config.quantization, config.files.packed
     if packed is None or wanted is None:
         return
-    asked = {row.name: format for row in rows if (format := wanted.format_of(row.name)) is not None}
-    if others := [row for row in rows if row.name in asked and format_name(asked[row.name]) != row.format]:
+    if others := [row for row in rows if wanted.name_of(row.name) not in ("", row.format)]:
         log.warning(
             "init_inference: the packed model %s has %s in %d layers (%s, ...), and the config asks for %s: they "
             "stay as they are; quantize the plain model to change them",
-            *(packed.path, others[0].format, len(others), others[0].name, format_name(asked[others[0].name])),
+            *(packed.path, others[0].format, len(others), others[0].name, wanted.name_of(others[0].name)),
         )
 
 

@@ -94,7 +94,7 @@ def fill_and_park(
         fill(module, "")
         finish(module, "")
         module.to(device)
-    module.register_state_dict_pre_hook(_reject_state_dict)
+    module.register_state_dict_pre_hook(_reject_state_dict)  # type: ignore[no-untyped-call]
     log.info(
         "init_inference: %d blocks of %s rest %s (%s bytes); two of them, %s bytes, are on %s at a time",
         *(len(stream.packed), found.name or type(module).__name__),

@@ -19,7 +19,7 @@ from zengine.config.grammar.kinds import TRUTH, Mismatch, ValueKind, choice, who
 from zengine.config.grammar.table import Row, Section, fixed, ignored
 from zengine.deepspeed.inference.parallel import honoured
 from zengine.deepspeed.section_model import SectionModel
-from zprecision.quant import Format, Int4, Int8
+from zprecision.quant import Format, Int4, Int8, format_name
 
 __all__ = ["QUANT", "QuantizationConfig", "WeightQuantization", "read_quantization"]
 
@@ -99,6 +99,11 @@ class WeightQuantization:
     def format_of(self, name: str) -> Format | None:
         """Return the format of the layer `name`; None if it is not quantized."""
         return next((format for part, format in self.patterns if part in name), self.format)
+
+    def name_of(self, name: str) -> str:
+        """Return the name of the format of the layer `name`: "int4"; "" if it is not quantized."""
+        format = self.format_of(name)
+        return "" if format is None else format_name(format)
 
     def notices(self, names: Sequence[str]) -> list[str]:
         """Return a line for each pattern that none of these names of linear layers contains."""
