@@ -209,7 +209,7 @@ def test_sequences_longer_than_the_cache_are_refused_with_what_fits() -> None:
     with pytest.raises(RuntimeError, match="Input with size 13 exceeds maximum length of 12"):
         engine.generate(torch.ones(1, 13, dtype=torch.long))
     learnt = engine_of(model("GPT-2"), max_out_tokens=4096)
-    with pytest.raises(RuntimeError, match="exceed max_out_tokens = 128"):
+    with pytest.raises(RuntimeError, match="exceed the 128 positions that the model has learnt"):
         learnt.generate(ids, max_new_tokens=121)
 
 
