@@ -303,3 +303,64 @@ def test_ranks_of_a_quantized_model_emit_one_token() -> None:
     assert first[:2] == second[:2] == [True, True]
     assert first[2] == second[2]
     assert first[3] == second[3] == (24, 48)
+
+
+def changed(subject: Any) -> Any:
+    """The same model with other weights."""
+    with torch.no_grad():
+        for param in subject.parameters():
+            param.copy_(param.flip(0))
+    return subject
+
+
+@pytest.mark.parametrize("name", ["LLaMA", "GPT-2"])
+@pytest.mark.parametrize("way", ["assigned", "cast", "quantized"])
+def test_weights_in_other_memory_show_in_the_fused_path(name: str, way: str, calls: list[int]) -> None:
+    """GPT-2's decoder has views of its weights, which a cast leaves behind."""
+    ids, mask = prompts()
+    given = {"attention_mask": mask, "max_new_tokens": 12}
+    quant: dict[str, Any] = {"quant": {"weight": {"num_bits": 8}}} if way == "quantized" else {}
+    engine = engine_of(model(name), **quant)
+    before = engine.generate(ids, **given)
+    other = changed(model(name))
+    if way == "cast":
+        engine.module.double().load_state_dict(other.state_dict())
+        engine.module.float()
+    else:
+        state = engine_of(other, **quant).module.state_dict()
+        engine.module.load_state_dict(state, assign=way == "assigned")
+    wanted = engine.module.generate(ids, **given)
+    calls.clear()
+    found = engine.generate(ids, **given)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, before)
+    assert calls[-13:] == [9, 5, *[-2] * 11], "fused again"
+
+
+def test_a_model_of_few_positions_is_fused(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "short", ("GPT2Config", {**GPT, "n_positions": 16}))
+    subject = model("short")
+    ids, mask = prompts()
+    given = {"attention_mask": mask, "max_new_tokens": 6}
+    wanted = subject.generate(ids, **given)
+    engine = engine_of(subject)
+    calls.clear()
+    assert torch.equal(engine.generate(ids, **given), wanted)
+    assert calls[:2] == [9, 5]
+
+
+def test_a_module_whose_probe_fails_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Four positions that no config names: the observed pass of 24 tokens is an IndexError."""
+
+    class Short(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = torch.nn.Embedding(7, 8), torch.nn.Embedding(4, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+
+    with caplog.at_level(logging.WARNING, "zengine"):
+        engine = engine_of(Short())
+    assert "Short is not fused, and its own forward runs: index out of range" in caplog.text
+    assert engine(torch.arange(3)[None]).shape == (1, 3, 8)

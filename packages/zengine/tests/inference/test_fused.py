@@ -278,7 +278,32 @@ def test_slots_are_checked_before_anything_is_written() -> None:
         steps.forward_each(tokens(2), [0, 1])
     with pytest.raises(ValueError, match=r"2 tokens for the slots \[0, 0\]"):
         steps.forward_each(tokens(2), [0, 0])
+    for wrong in (-1, 4):  # -1 is no name of the last one: C would write before the cache
+        with pytest.raises(ValueError, match=f"slot {wrong}: the cache has 4, counted from 0"):
+            steps.forward_each(tokens(2), [0, wrong])
+        with pytest.raises(ValueError, match=f"slot {wrong}: the cache has 4"):
+            steps.forward(tokens(2), wrong)
     assert steps.cache.lengths == [0, 5, 0, 0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8], ids=str)
+def test_torchs_default_dtype_and_device_change_nothing(
+    cache_dtype: torch.dtype,
+) -> None:
+    """C writes float32 into memory of the CPU, whatever torch.empty would allocate."""
+    decoder, ids = make(Form()), tokens(3)
+    wanted = steps_of(decoder, dtype=cache_dtype).forward_each(ids, [0, 1, 3])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        steps = steps_of(decoder, dtype=cache_dtype)
+        with torch.device("meta"):
+            found = steps.forward_each(ids, [0, 1, 3])
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wanted)
 
 
 @needs_kernels

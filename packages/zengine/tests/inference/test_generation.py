@@ -78,6 +78,17 @@ def test_the_cache_is_empty_after_a_caller_stops_early(decoder: Decoder) -> None
     assert generate(steps, REQUESTS) == generate(steps_of(decoder, 2), REQUESTS)
 
 
+def test_a_second_stream_over_the_same_cache_is_refused_and_harms_nobody(decoder: Decoder) -> None:
+    steps = steps_of(decoder)
+    request = Request(prompt=prompt(3), sampling=Sampling(max_new_tokens=6), seeds=(1, 2))
+    wanted = [event.token for event in stream(steps, [request])]
+    first = stream(steps, [request])
+    begun = [next(first).token]
+    with pytest.raises(RuntimeError, match=r"the cache holds sequences of \[.*\] tokens: end the other stream first"):
+        next(stream(steps, REQUESTS[1:2]))
+    assert begun + [event.token for event in first] == wanted
+
+
 def counted(steps: DecoderPass) -> list[int]:
     """Record the tokens of each forward pass."""
     found: list[int] = []

@@ -81,3 +81,10 @@ def test_the_ends_of_exp() -> None:
     assert found[[0, 1, 2, 3]].tolist() == [0, 0, 0, 1]
     assert 3.3e38 < found[4] < torch.inf
     assert found[5:].isinf().all()
+
+
+def test_other_tensors_are_rejected() -> None:
+    x = torch.zeros(4, 6)
+    for wrong, factors in ((x.bfloat16(), None), (x.t(), None), (x.to("meta"), None), (x, x[:2]), (x, x.double())):
+        with pytest.raises(ValueError, match=r"activate\(\) needs contiguous float32"):
+            activate(Activation.SILU, wrong, factors)

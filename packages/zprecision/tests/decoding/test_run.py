@@ -21,6 +21,7 @@ from zprecision.decoding import (
     FusedMLP,
     FusedNorm,
     FusedProjection,
+    FusedRotary,
     unsupported,
 )
 
@@ -128,6 +129,85 @@ def test_calls_that_do_not_fit_are_rejected() -> None:
         subject.run(draw(2, WIDTH), [1, 1], [0, 0], range(1))
     with pytest.raises(ValueError, match="takes 1 to 16 sequences"):
         subject.run(draw(17, WIDTH), list(range(17)), [0] * 17, range(1))
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions", "blocks", "message"),
+    [
+        ([-1], [0], range(1), r"slots \[-1\]; the cache has 3"),
+        ([SLOTS], [0], range(1), r"slots \[3\]; the cache has 3"),
+        ([0], [-1], range(1), r"positions \[-1\]; a slot has 6"),
+        ([0], [CAPACITY], range(1), r"positions \[6\]; a slot has 6"),
+        ([0], [0], range(2), r"blocks range\(0, 2\); there are 1"),
+        ([0], [0], range(-1, 1), "there are 1"),
+    ],
+)
+def test_places_that_do_not_exist_are_rejected_before_anything_is_written(
+    slots: list[int], positions: list[int], blocks: range, message: str
+) -> None:
+    block_, x = block(), draw(1, WIDTH)
+    with pytest.raises(ValueError, match=message):
+        decoder(block_).run(x, slots, positions, blocks, with_head=True)
+    assert torch.equal(x, draw(1, WIDTH))
+    assert not block_.cache.keys.any()
+
+
+def test_logits_need_a_head() -> None:
+    with pytest.raises(ValueError, match="this decoder has no head"):
+        FusedDecoder([block()], None, width=WIDTH, capacity=CAPACITY).run(
+            draw(1, WIDTH), [0], [0], range(1), with_head=True
+        )
+
+
+def rotary(positions: int, half: int) -> FusedRotary:
+    return FusedRotary(cos=draw(positions, half), sin=draw(positions, half), is_neighbours=False)
+
+
+def norm(size: int, length: int) -> FusedNorm:
+    return FusedNorm(size=size, eps=1e-5, is_centered=False, weight=draw(length))
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "these must divide the heads": {"num_kv_heads": 3},
+    "its weight is \\(40, 40\\) and must be \\(48, 40\\)": {"num_heads": 6, "num_kv_heads": 6},
+    "its weight is \\(40, 39\\) and must be \\(40, 40\\)": {"out": FusedProjection(draw(WIDTH, 39))},
+    "its bias is \\(39,\\) and must be \\(40,\\)": {"out": FusedProjection(draw(WIDTH, WIDTH), draw(39))},
+    "2 projections of queries": {"projections": (FusedProjection(draw(WIDTH, WIDTH)),) * 2},
+    "rotate 10 features of heads that have 8": {"rotary": rotary(CAPACITY, 5)},
+    "cosines are \\(5, 4\\) and must be \\(6, 4\\)": {"rotary": rotary(CAPACITY - 1, 4)},
+    "query norm: its size is 16 and must be 8 or 40": {"query_norm": norm(16, 16)},
+    "key norm: its vector is \\(7,\\) and must be \\(8,\\)": {"key_norm": norm(8, 7)},
+}
+
+
+@pytest.mark.parametrize("message", ATTENTION)
+def test_attention_of_tensors_that_do_not_fit_is_rejected(message: str) -> None:
+    subject = block()
+    other = attrs.evolve(subject, attention=attrs.evolve(subject.attention, **ATTENTION[message]))
+    with pytest.raises(ValueError, match=message):
+        decoder(other)
+
+
+def test_blocks_of_tensors_that_do_not_fit_are_rejected() -> None:
+    subject = block()
+    short = attrs.evolve(cache(torch.float32), values=torch.zeros(SLOTS, HEADS, CAPACITY - 1, SIZE))
+    apart = attrs.evolve(cache(torch.float32), keys=torch.zeros(SLOTS, CAPACITY, HEADS, SIZE).transpose(1, 2))
+    unscaled = attrs.evolve(cache(torch.int8), key_scales=None)
+    narrow = attrs.evolve(cache(torch.int8), value_scales=torch.zeros(SLOTS, HEADS, CAPACITY, dtype=torch.bfloat16))
+    grown = attrs.evolve(subject.mlp, up=FusedProjection(draw(71, WIDTH)))
+    for changed, message in (
+        ({"cache": short}, "values are torch.float32 of"),
+        ({"cache": apart}, "keys are torch.float32 on cpu and must be contiguous torch.float32 on the CPU"),
+        ({"cache": unscaled}, "scales of keys are None"),
+        ({"cache": narrow}, "scales of values are torch.bfloat16"),
+        ({"mlp": grown}, r"up projection: its weight is \(71, 40\) and must be \(72, 40\)"),
+        ({"mlp": attrs.evolve(subject.mlp, is_fused=True)}, r"up projection: .* must be \(144, 40\)"),
+        ({"mlp_norm": norm(WIDTH - 8, WIDTH - 8)}, "mlp_norm: its size is 32 and must be 40"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder(attrs.evolve(subject, **changed))
+    with pytest.raises(ValueError, match=r"head: its weight is \(21, 40\) and must be \(21, 41\)"):
+        FusedDecoder([], head(), width=WIDTH + 1, capacity=CAPACITY)
 
 
 def test_what_has_no_kernel_is_said() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import zprecision as zp
+from zprecision.quant.decode import nf4_levels
 
 Normal = Callable[..., Tensor]
 
@@ -115,3 +116,26 @@ def test_biases_and_plain_weights_are_trained_although_x_is_not(normal: Normal) 
     zp.linear(x, weight).sum().backward()
     assert weight.grad is not None
     assert torch.allclose(weight.grad, x.sum(0).expand(32, 64), atol=1e-5)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_and_device_change_nothing(default: torch.dtype, normal: Normal) -> None:
+    """Kernels write float32 into memory of the CPU, whatever torch.empty would allocate."""
+    x, weight = normal(3, 96), normal(40, 96, seed=1)
+
+    def results() -> list[Tensor]:
+        int4 = zp.quantize(weight, "int4")
+        nf4 = zp.quantize(weight, "nf4")
+        return [int4.codes, zp.linear(x, zp.pack(int4)), zp.linear(x, weight), nf4.dequantize()]
+
+    wanted = results()
+    nf4_levels.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with torch.device("meta"):
+            found = results()
+    finally:
+        torch.set_default_dtype(before)
+        nf4_levels.cache_clear()
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, wanted))

@@ -54,7 +54,7 @@ class KVCache:
         made = [[torch.zeros(s, dtype=dtype or like.dtype, device=like.device) for s in shapes] for _ in "kv"]
         if dtype != torch.int8:
             return cls(tuple(made[0]), tuple(made[1]), [0] * num_slots)
-        scales = [[torch.zeros(shape[:-1], device=like.device) for shape in shapes] for _ in "kv"]
+        scales = [[torch.zeros(s[:-1], dtype=torch.float32, device=like.device) for s in shapes] for _ in "kv"]
         return cls(tuple(made[0]), tuple(made[1]), [0] * num_slots, tuple(scales[0]), tuple(scales[1]))
 
     @property

@@ -59,7 +59,7 @@ class DecoderPass:
     def forward(self, ids: Tensor, slot: int) -> Tensor:
         """Append (time,) int64 tokens to a slot; return the logits after the last, (vocabulary,) float32.
 
-        Raises ValueError if the slot has no room for them; nothing is written then.
+        Raises ValueError if the slot has no room for them or does not exist; nothing is written then.
         """
         return self._logits(self._hidden(ids, slot)[:, -1:])[0, 0]
 
@@ -74,7 +74,7 @@ class DecoderPass:
 
         ids: (n,) int64.  slots: n different ones.  A row depends on the tokens of its slot only.
 
-        Raises ValueError if slots are equal or one is full; nothing is written then.
+        Raises ValueError if slots are equal, or one is full or does not exist; nothing is written then.
         """
         if len(set(slots)) != len(slots) or len(slots) != len(ids):
             raise ValueError(f"forward_each() got {len(ids)} tokens for the slots {list(slots)}: pass one for each")
@@ -90,7 +90,7 @@ class DecoderPass:
     def _each(self, fusion: Fusion, ids: Tensor, slots: Sequence[int]) -> Tensor:
         """Run fused blocks on all tokens at once, and others on one after the other."""
         lengths = [self.cache.lengths[slot] for slot in slots]
-        positions = torch.tensor(lengths)
+        positions = torch.tensor(lengths, device=ids.device)
         x = self._embedded(ids, positions)
         dtype, wide, logits = x.dtype, x.float().contiguous(), None
         for part in fusion.parts:
@@ -115,6 +115,8 @@ class DecoderPass:
         return torch.cat(rows)
 
     def _check_room(self, slot: int, count: int) -> None:
+        if not 0 <= slot < self.cache.num_slots:
+            raise ValueError(f"slot {slot}: the cache has {self.cache.num_slots}, counted from 0")
         start, capacity = self.cache.lengths[slot], self.cache.capacity
         if start + count > capacity:
             raise ValueError(
@@ -123,8 +125,8 @@ class DecoderPass:
             )
 
     def _hidden(self, ids: Tensor, slot: int) -> Tensor:
-        cache, start = self.cache, self.cache.lengths[slot]
         self._check_room(slot, len(ids))
+        cache, start = self.cache, self.cache.lengths[slot]
         positions = torch.arange(start, start + len(ids), device=ids.device)
         x = self.decoder.embedding(ids[None], positions[None])
         for index, block in enumerate(self.decoder.blocks):

@@ -105,7 +105,7 @@ def stream(steps: DecoderPass, requests: Sequence[Request], decode: Decode | Non
     decode: for stop strings.
 
     Raises ValueError, before any token, if a prompt and its answer do not fit into the cache, if a token is outside
-    the vocabulary, or if stop strings lack `decode`.
+    the vocabulary, or if stop strings lack `decode`; the first `next` raises RuntimeError if the cache is not empty.
     """
     _check(steps, requests, decode)
     return _Scheduler(steps, requests, decode).events()
@@ -166,6 +166,11 @@ class _Scheduler:
     def events(self) -> Iterator[TokenEvent]:
         """Alternate: fill free slots with samples that wait, then one token for every running sample."""
         cache = self.steps.cache
+        if any(cache.lengths):
+            raise RuntimeError(
+                f"the cache holds sequences of {cache.lengths} tokens: end the other stream first (close() it), or "
+                "clear() the slots"
+            )
         self.free = list(range(cache.num_slots))[::-1]
         self.waiting.extend(
             (index, sample) for index, each in enumerate(self.requests) for sample in range(len(each.seeds))

@@ -228,7 +228,7 @@ def tables_of(base: float, size: int, ids: Tensor) -> RotaryTables:
 
 
 def _closed_tables(base: float, half: int, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
-    speeds = base ** -torch.arange(0, 1, 1 / half, device=device)[:half]
+    speeds = base ** -torch.arange(0, 1, 1 / half, dtype=torch.float32, device=device)[:half]
     angles = torch.outer(torch.arange(count, device=device), speeds)
     return angles.cos(), angles.sin()
 

@@ -45,11 +45,13 @@ def verify(
     longest: int = LONG,
     seed: int = 1,
 ) -> Verified:
-    """Run both on random tokens and compare the logits of every position, also in one pass over `longest` tokens, or
-    as many as the model has positions.
+    """Run both on random tokens and compare the logits of every position, also in one pass over `longest` tokens.
+
+    Passes have at most as many tokens as the model has positions.
 
     Raises NotRecognized if they differ by more than the tolerance of the weights' dtype, or of quantized weights.
     """
+    num_tokens = _fitting(decoder, model, num_tokens)
     vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
@@ -67,7 +69,7 @@ def _verify_long(
     decoder: Decoder, model: nn.Module, run: Callable[[nn.Module, Tensor], Any], longest: int, seed: int
 ) -> None:
     """Compare a long prompt and the last tokens one by one: windows and positions may only show there."""
-    num_tokens = min(longest, decoder.max_positions or longest, learnt_positions(model) or longest)
+    num_tokens = _fitting(decoder, model, longest)
     vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
@@ -76,6 +78,11 @@ def _verify_long(
     whole = steps.forward_all(ids[0, :start], 0)
     found = torch.cat([whole, *(steps.forward_each(ids[0, at : at + 1], [0]) for at in range(start, num_tokens))])
     _check(_error(found, wanted, decoder), decoder, model, num_tokens)
+
+
+def _fitting(decoder: Decoder, model: nn.Module, num_tokens: int) -> int:
+    """Return `num_tokens`, or as many as the model has positions."""
+    return min(num_tokens, decoder.max_positions or num_tokens, learnt_positions(model) or num_tokens)
 
 
 def _error(found: Tensor, wanted: Tensor, decoder: Decoder) -> float:

@@ -33,7 +33,8 @@ def sum_of_squares(shards: Sequence[Tensor]) -> Tensor | None:
         rows = [shard.contiguous() for shard in shards if shard.dtype == dtype]
         numel = found.ffi.new("int64_t[]", [row.numel() for row in rows])
         addresses = found.ffi.new("uint64_t[]", [row.data_ptr() for row in rows])
-        partials = torch.empty(found.lib.zq_num_partials(len(rows), numel), dtype=torch.float64)
+        num_partials = found.lib.zq_num_partials(len(rows), numel)
+        partials = torch.empty(num_partials, dtype=torch.float64, device="cpu")
         into = found.ffi.cast("double *", partials.data_ptr())
         total += found.lib.zq_squares(_DTYPES[dtype], len(rows), addresses, numel, into, num_threads())
-    return torch.tensor([total], dtype=torch.float64)
+    return torch.tensor([total], dtype=torch.float64, device="cpu")

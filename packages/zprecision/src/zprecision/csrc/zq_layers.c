@@ -44,8 +44,6 @@ ZQ_FN v16 load_wide(int dtype, const char *at, int64_t left) {
 
 /* Lanes: gcc shuffles vectors that are wider than the registers element by element, so narrower levels use quarters. */
 
-typedef float v4 __attribute__((vector_size(16)));
-typedef int32_t i4 __attribute__((vector_size(16)));
 typedef struct {
   v4 at[4];
 } quarters;
@@ -127,7 +125,7 @@ ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4
-      for (int r = 0; r < TILE_ROWS; r++) all[t][r] = load_vec(&sums[t][r][0][at]);
+      for (int r = 0; r < TILE_ROWS; r++) all[t][r] = load_vec((const float *)sums[t][r] + at);
     for (int64_t k = at; k < length; k += 64) {
       vec w[TILE_ROWS];
 #pragma GCC unroll 4
@@ -142,7 +140,7 @@ ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4
-      for (int r = 0; r < TILE_ROWS; r++) store_vec(&sums[t][r][0][at], all[t][r]);
+      for (int r = 0; r < TILE_ROWS; r++) store_vec((float *)sums[t][r] + at, all[t][r]);
   }
 }
 
@@ -415,18 +413,18 @@ static tile widen(const zq_block *b, const void *cache, const float *scales, int
 
 #if defined(__AVX512F__)
 /* Sums of lanes of two vectors at once: lanes of `one` and of `two` by turns of `width`. */
-#define FOLD8(a, b)                                                                                               \
-  (__builtin_shuffle(a, b, (i16){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +                        \
-   __builtin_shuffle(a, b, (i16){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}))
-#define FOLD4(a, b)                                                                                               \
-  (__builtin_shuffle(a, b, (i16){0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}) +                      \
-   __builtin_shuffle(a, b, (i16){4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31}))
-#define FOLD2(a, b)                                                                                               \
-  (__builtin_shuffle(a, b, (i16){0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}) +                      \
-   __builtin_shuffle(a, b, (i16){2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31}))
-#define FOLD1(a, b)                                                                                               \
-  (__builtin_shuffle(a, b, (i16){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}) +                     \
-   __builtin_shuffle(a, b, (i16){1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31}))
+#define FOLD8(a, b)                                                               \
+  (SHUFFLE16(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +      \
+   SHUFFLE16(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#define FOLD4(a, b)                                                               \
+  (SHUFFLE16(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +    \
+   SHUFFLE16(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#define FOLD2(a, b)                                                               \
+  (SHUFFLE16(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +    \
+   SHUFFLE16(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
+#define FOLD1(a, b)                                                               \
+  (SHUFFLE16(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +   \
+   SHUFFLE16(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
 
 /* The sums of all lanes of four vectors; lanes l, l + 4, l + 8 and l + 12 are together in lane l of each quarter. */
 ZQ_FN v16 sums4(const float (*rows)[16]) {
@@ -455,9 +453,9 @@ ZQ_FN v16 sums16(const v16 parts[4]) {
   for (int k = 0; k < 4; k++) {
     quarters q;
     memcpy(&q, parts + k, sizeof q);
-    v4 ab = __builtin_shuffle(q.at[0], q.at[1], (i4){0, 1, 4, 5}) + __builtin_shuffle(q.at[0], q.at[1], (i4){2, 3, 6, 7});
-    v4 cd = __builtin_shuffle(q.at[2], q.at[3], (i4){0, 1, 4, 5}) + __builtin_shuffle(q.at[2], q.at[3], (i4){2, 3, 6, 7});
-    out.at[k] = __builtin_shuffle(ab, cd, (i4){0, 2, 4, 6}) + __builtin_shuffle(ab, cd, (i4){1, 3, 5, 7});
+    v4 ab = SHUFFLE4(q.at[0], q.at[1], 0, 1, 4, 5) + SHUFFLE4(q.at[0], q.at[1], 2, 3, 6, 7);
+    v4 cd = SHUFFLE4(q.at[2], q.at[3], 0, 1, 4, 5) + SHUFFLE4(q.at[2], q.at[3], 2, 3, 6, 7);
+    out.at[k] = SHUFFLE4(ab, cd, 0, 2, 4, 6) + SHUFFLE4(ab, cd, 1, 3, 5, 7);
   }
   memcpy(&all, &out, sizeof all);
   return all;

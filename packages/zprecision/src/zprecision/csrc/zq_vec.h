@@ -36,11 +36,13 @@ ZQ_FN v16 pick(i16 mask, v16 yes, v16 no) { return (v16)((mask & (i16)yes) | (~m
 /* Nearest integer, halves to even, of |x| < 2^22. */
 ZQ_FN v16 nearest(v16 x) { return (x + 12582912.0f) - 12582912.0f; }
 
-/* A permutation of the lanes of a vector of 4. */
+/* Lanes of one or two vectors; those of the second are counted from 4 or 16 on. */
 #if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE4(x, a, b, c, d) __builtin_shufflevector(x, x, a, b, c, d)
+#define SHUFFLE4(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#define SHUFFLE16(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #else
-#define SHUFFLE4(x, a, b, c, d) __builtin_shuffle(x, (i4){a, b, c, d})
+#define SHUFFLE4(x, y, ...) __builtin_shuffle(x, y, (i4){__VA_ARGS__})
+#define SHUFFLE16(x, y, ...) __builtin_shuffle(x, y, (i16){__VA_ARGS__})
 #endif
 
 /* Sum of the lanes: lanes l and l + 8, then 4, 2, 1.  Vectors of 4, as gcc permutes 16 lanes one by one. */
@@ -48,7 +50,7 @@ ZQ_FN float sum_lanes(v16 x) {
   v4 part[4];
   memcpy(part, &x, sizeof x);
   v4 sum = (part[0] + part[2]) + (part[1] + part[3]);
-  sum += SHUFFLE4(sum, 2, 3, 0, 1);
+  sum += SHUFFLE4(sum, sum, 2, 3, 0, 1);
   return sum[0] + sum[1];
 }
 

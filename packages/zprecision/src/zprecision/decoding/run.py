@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zprecision.backends.native import is_addressable, library, num_threads
 from zprecision.decoding.describe import Writer
+from zprecision.decoding.shapes import check_block, check_head
 from zprecision.decoding.values import Activation, FusedBlock, FusedHead, unsupported
 
 __all__ = ["MOST_SEQUENCES", "FusedDecoder", "activate"]
@@ -38,11 +39,15 @@ class FusedDecoder:
     def __init__(self, blocks: Sequence[FusedBlock], head: FusedHead | None, *, width: int, capacity: int) -> None:
         """width: of the residual stream.  capacity: positions of a slot of the caches.
 
-        Raises ValueError for a value that the kernels cannot run.
+        Raises ValueError for a value that the kernels cannot run, and for tensors that do not fit each other.
         """
         for value in (*blocks, *(() if head is None else (head,))):
             if reason := unsupported(value):
                 raise ValueError(f"no kernels for this decoder: {reason}")
+        for block in blocks:
+            check_block(block, width, capacity)
+        if head is not None:
+            check_head(head, width)
         found = library()
         assert found is not None
         writer = Writer(found)
@@ -57,12 +62,13 @@ class FusedDecoder:
         self._decoder.blocks, self._decoder.num_blocks = self._blocks, len(blocks)
         self._decoder.width, self._decoder.capacity = width, capacity
         self._found, self._width, self._num_blocks = found, width, len(blocks)
+        self._num_slots, self._capacity = min((block.cache.keys.shape[0] for block in blocks), default=0), capacity
         # aliases keep the memory alive if a parameter gets another; `is_current` then says so
         self._tensors = writer.tensors
         self._aliases = [each.detach() for each in writer.tensors]
         self._addresses = [each.data_ptr() for each in writer.tensors]
         self._most_threads = 1 + sum(each.nbytes for each in writer.tensors) // max(1, len(blocks)) // _THREAD_BYTES
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def is_current(self) -> bool:
@@ -75,9 +81,10 @@ class FusedDecoder:
         """Advance (n, width) float32 in place through `blocks`; return the logits, (n, vocabulary), if asked for.
 
         Token i is that at positions[i] of slots[i]; its keys and values are written there.  n: up to MOST_SEQUENCES,
-        of different slots.  The caller checks that slots and positions exist.
+        of different slots.
 
-        Raises ValueError for another shape or dtype of `x`.
+        Raises ValueError for another shape or dtype of `x`, and for slots, positions, blocks or a head that do not
+        exist; nothing is written then.
         """
         count = len(slots)
         if (
@@ -89,9 +96,10 @@ class FusedDecoder:
             raise ValueError(f"run() needs contiguous float32 of ({count}, {self._width}), got {x.dtype} {x.shape}")
         if not 1 <= count <= MOST_SEQUENCES or len(set(slots)) != count or len(positions) != count:
             raise ValueError(f"run() takes 1 to {MOST_SEQUENCES} sequences, each in its own slot; got slots {slots}")
+        self._check_places(slots, positions, blocks, with_head=with_head)
         ffi, lib = self._found.ffi, self._found.lib
         threads = max(1, min(num_threads(), self._most_threads))
-        logits = torch.empty(count, self._vocabulary) if with_head else None
+        logits = torch.empty(count, self._vocabulary, dtype=torch.float32, device="cpu") if with_head else None
         step = ffi.new("zq_step *")
         held = ffi.new("int64_t[]", list(slots)), ffi.new("int64_t[]", list(positions))
         step.slots, step.positions = held
@@ -103,18 +111,46 @@ class FusedDecoder:
         lib.zq_run_step(self._decoder, step, threads)
         return logits
 
+    def _check_places(
+        self, slots: Sequence[int], positions: Sequence[int], blocks: range, *, with_head: bool
+    ) -> None:
+        if blocks.step != 1 or not 0 <= blocks.start <= blocks.stop <= self._num_blocks:
+            raise ValueError(f"run() got the blocks {blocks}; there are {self._num_blocks}")
+        if with_head and not self._vocabulary:
+            raise ValueError("run() was asked for logits, and this decoder has no head")
+        if not blocks:
+            return
+        if not all(0 <= slot < self._num_slots for slot in slots):
+            raise ValueError(f"run() got the slots {list(slots)}; the cache has {self._num_slots}")
+        if not all(0 <= position < self._capacity for position in positions):
+            raise ValueError(f"run() got the positions {list(positions)}; a slot has {self._capacity}")
+
     def _memory(self, tokens: int, threads: int) -> Tensor:
         need = int(self._found.lib.zq_step_bytes(self._decoder, tokens, threads))
         if self._scratch.numel() < need:
-            self._scratch = torch.empty(need, dtype=torch.uint8)
+            self._scratch = torch.empty(need, dtype=torch.uint8, device="cpu")
         return self._scratch
 
 
 def activate(act: Activation, x: Tensor, factors: Tensor | None = None) -> Tensor | None:
-    """Return act(x) * factors as the kernels compute it, for contiguous float32 on a CPU; None without kernels."""
+    """Return act(x) * factors as the kernels compute it, for contiguous float32 on a CPU; None without kernels.
+
+    Raises ValueError for other tensors, and for factors of another shape.
+    """
     found = library()
     if found is None:
         return None
+    for each in (x, *(() if factors is None else (factors,))):
+        if (
+            each.dtype != torch.float32
+            or not each.is_contiguous()
+            or not is_addressable(each)
+            or each.shape != x.shape
+        ):
+            raise ValueError(
+                f"activate() needs contiguous float32 of {tuple(x.shape)} on a CPU, got {each.dtype} of "
+                f"{tuple(each.shape)} on {each.device}"
+            )
     out = torch.empty_like(x)
 
     def at(tensor: Tensor | None) -> Any:

@@ -80,7 +80,8 @@ def nf4_levels() -> Tensor:
     largest; delta keeps the outermost quantiles finite.
     """
     delta = (1 / 32 + 1 / 30) / 2
-    upper = torch.special.ndtri(torch.linspace(1 - delta, 0.5, 9, dtype=torch.float64))[:-1]
-    lower = -torch.special.ndtri(torch.linspace(1 - delta, 0.5, 8, dtype=torch.float64))[:-1]
-    levels = torch.cat([lower, torch.zeros(1, dtype=torch.float64), upper.flip(0)])
+    with torch.device("cpu"):  # kept for all calls, also from the first one under another default
+        upper = torch.special.ndtri(torch.linspace(1 - delta, 0.5, 9, dtype=torch.float64))[:-1]
+        lower = -torch.special.ndtri(torch.linspace(1 - delta, 0.5, 8, dtype=torch.float64))[:-1]
+        levels = torch.cat([lower, torch.zeros(1, dtype=torch.float64), upper.flip(0)])
     return (levels / levels.abs().max()).float()

@@ -34,7 +34,8 @@ def encode_integers(values: Tensor, format: Format) -> dict[str, Tensor] | None:
         return None
     rows, columns = values.numel() // max(1, values.shape[-1]), values.shape[-1]
     lengths, dtypes = part_lengths(format, columns), part_dtypes(format)
-    parts = {name: torch.empty(*values.shape[:-1], lengths[name], dtype=dtypes[name]) for name in lengths}
+    leading = values.shape[:-1]
+    parts = {name: torch.empty(*leading, lengths[name], dtype=dtypes[name], device="cpu") for name in lengths}
     if not rows or not columns:
         return None
     values = values.contiguous()
@@ -80,7 +81,7 @@ def products(x: Tensor, matrices: Sequence[Matrix], biases: Sequence[Tensor | No
     tokens, columns = x.shape
     rows = x.float().contiguous()
     outs, held, table = _table(found, tokens, columns, matrices, biases)
-    scratch = torch.empty(found.lib.zq_scratch_bytes(tokens, columns), dtype=torch.uint8)
+    scratch = torch.empty(found.lib.zq_scratch_bytes(tokens, columns), dtype=torch.uint8, device="cpu")
     at = found.ffi.cast("float *", rows.data_ptr())
     found.lib.zq_products(at, tokens, columns, table, len(matrices), _void(found, scratch), num_threads())
     del held
@@ -102,7 +103,7 @@ def dense_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     tokens, columns = x.shape
     rows = x.float().contiguous()
     outs, held, table = _table(found, tokens, columns, [(w, w.shape[0], None) for w in weights], biases)
-    scratch = torch.empty(found.lib.zq_scratch_bytes(tokens, columns), dtype=torch.uint8)
+    scratch = torch.empty(found.lib.zq_scratch_bytes(tokens, columns), dtype=torch.uint8, device="cpu")
     at, into = found.ffi.cast("float *", rows.data_ptr()), _void(found, scratch)
     found.lib.zq_dense_products(at, tokens, columns, table, len(weights), _DTYPES[dtype], into, num_threads())
     del held
@@ -116,7 +117,7 @@ def _table(
     table = found.ffi.new("zq_matrix[]", len(matrices))
     outs, held = [], []
     for entry, (data, rows, form), bias in zip(table, matrices, biases, strict=True):
-        out = torch.empty(tokens, rows)
+        out = torch.empty(tokens, rows, dtype=torch.float32, device="cpu")
         entry.data, entry.out = _bytes(found, data), found.ffi.cast("float *", out.data_ptr())
         if bias is not None:
             held.append(bias.detach().float().contiguous())

@@ -111,6 +111,7 @@ class InferenceEngine(nn.Module):
         Raises RuntimeError (DeepSpeed's) for a longer prompt, AttributeError if the module has no `generate` and is
         not fused.
         """
+        self._renew_path()
         make = getattr(self.module, "generate", None)
         if make is None and self._fused is None:
             raise AttributeError(
@@ -142,6 +143,15 @@ class InferenceEngine(nn.Module):
             self._tell(other)
             return make(**given)
         return generation.fused_generate(self._fused, self.module, given)
+
+    def _renew_path(self) -> None:
+        """Recognize the decoder again if the module's weights were replaced, moved or cast since."""
+        if self._fused is None or self._fused.is_current:
+            return
+        timed, self._fused = self._fused.timed, None  # frees its cache
+        self._fused = _with_path(self.module, _recognize(self.module, self._config), self._config).fused
+        if self._fused is not None:
+            self._fused.timed = timed
 
     def _tell(self, argument: str) -> None:
         if argument not in self._told:

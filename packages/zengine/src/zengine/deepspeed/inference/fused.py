@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.quantized_modules import QuantizedLinear, with_weights_of
-from zengine.inference.recognize import NotRecognized, recognize
+from zengine.inference.recognize import recognize
 from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
 
@@ -35,7 +35,7 @@ def recognized(module: nn.Module) -> Decoder | None:
     try:
         decoder = recognize(module)
         found = verify(decoder, module)
-    except (NotRecognized, KeyError, TypeError, RuntimeError) as error:  # the probe calls module(ids)
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:  # the probe calls module(ids)
         log.warning(
             "replace_with_kernel_inject: %s is not fused, and its own forward runs: %s", type(module).__name__, error
         )
@@ -59,6 +59,21 @@ def reject_prompt(length: int, limit: int) -> None:
         )
 
 
+@attrs.frozen
+class _Place:
+    """Where a weight lies.  Values that change in place show at once, so only this can be out of date."""
+
+    tensor: Tensor = attrs.field(eq=id)
+    address: int
+    dtype: torch.dtype
+
+
+def _places(module: nn.Module) -> tuple[_Place, ...]:
+    layers = (each for each in module.modules() if isinstance(each, QuantizedLinear))
+    tensors = [*module.parameters(), *(part for layer in layers for part in layer.weight.parts().values())]
+    return tuple(_Place(each, each.data_ptr(), each.dtype) for each in tensors)
+
+
 @final
 @attrs.define(eq=False)
 class FusedPath:
@@ -69,7 +84,8 @@ class FusedPath:
     """
 
     decoder: Decoder
-    module: nn.Module  # that the decoder was recognized in
+    module: nn.Module  # whose weights `decoder` reads
+    places: tuple[_Place, ...]  # of its weights when the decoder was made
     capacity: int  # tokens of a sequence, prompt and answer
     steps: DecoderPass | None = None  # with the cache of the largest batch so far
     timed: Callable[[], AbstractContextManager[object]] = nullcontext  # around each prefill, and each step of a batch
@@ -79,28 +95,24 @@ class FusedPath:
         """Return the path with the module's present weights, for `max_out_tokens` or as many as it has positions."""
         most = decoder.max_positions
         capacity = max_out_tokens if most is None else min(max_out_tokens, most)
-        return cls(with_weights_of(decoder, module), module, capacity)
+        return cls(with_weights_of(decoder, module), module, _places(module), capacity)
 
     def __reduce__(self) -> tuple[Callable[[nn.Module, int], FusedPath | None], tuple[nn.Module, int]]:
         return _recognized_path, (self.module, self.capacity)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the module still has the tensors, in the memory, that the decoder reads."""
+        return _places(self.module) == self.places
+
     def empty_steps(self, num_slots: int) -> DecoderPass:
         """Return a pass with at least `num_slots` empty slots; memory is allocated for the largest batch so far."""
-        self._follow_module()
         if self.steps is None or self.steps.cache.num_slots < num_slots:
             self.steps = None  # frees the smaller cache
             self.steps = DecoderPass(self.decoder, KVCache.create(self.decoder, num_slots, self.capacity))
         for slot in range(self.steps.cache.num_slots):
             self.steps.cache.clear(slot)
         return self.steps
-
-    def _follow_module(self) -> None:
-        """Take weights that were replaced (load_state_dict of quantized layers, a cast, another device)."""
-        present = with_weights_of(self.decoder, self.module)
-        tokens, cache = present.embedding.tokens, None if self.steps is None else self.steps.cache.keys[0]
-        is_moved = cache is not None and (cache.device, cache.dtype) != (tokens.device, tokens.dtype)
-        if is_moved or present is not self.decoder:
-            self.decoder, self.steps = present, None
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise RuntimeError if a prompt and `new` tokens do not fit into the cache."""
