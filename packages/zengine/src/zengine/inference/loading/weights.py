@@ -81,7 +81,7 @@ def _check_floating(module: nn.Module, tensors: Mapping[str, Any]) -> None:
     for name, tensor in stored_tensors(module):
         if name not in tensors or not tensor.is_floating_point() or not tensor.numel() or not tensor.dim():
             continue
-        dtype = tensors[name][tuple(slice(0, 1) for _ in tensor.shape)].dtype
+        dtype = tensors[name][tuple(slice(0, 0) for _ in tensor.shape)].dtype
         if not dtype.is_floating_point:
             raise ValueError(f"{name} is {dtype} in the files, and must be of floating point")
 
