@@ -139,3 +139,14 @@ def test_torchs_default_dtype_and_device_change_nothing(default: torch.dtype, no
         torch.set_default_dtype(before)
         nf4_levels.cache_clear()
     assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, wanted))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_compiled_caller_has_the_same_bits(needs_grad: bool) -> None:
+    weight = zp.quantize(torch.randn(24, 64), zp.Int8())
+
+    def call(x: Tensor) -> Tensor:
+        return torch.relu(zp.linear(2 * x, weight)) + 1
+
+    x = torch.randn(3, 64, requires_grad=needs_grad)
+    assert torch.equal(torch.compile(call, backend="eager")(x), call(x))

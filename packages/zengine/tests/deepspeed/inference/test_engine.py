@@ -177,8 +177,9 @@ def test_members_of_an_engine_on_one_rank(tmp_path, monkeypatch: pytest.MonkeyPa
     assert given == [{"backend": "eager", "dynamic": False}]
 
 
-def test_a_compiled_engine_answers_as_before():
-    engine = deepspeed.init_inference(Generator(), dtype="fp32")
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_a_compiled_engine_answers_as_before(dtype):
+    engine = deepspeed.init_inference(Generator(), dtype=dtype)
     x = torch.randn(3, 2)
     wanted = engine(x)
     engine.compile(backend="eager")

@@ -49,6 +49,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def linear_many(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> list[Tensor]:
     """Return `linear(x, weight, bias)` for every weight: the same bits, in one pass over a list of matrices."""
+    if torch.compiler.is_compiling():  # kernels are no operators of torch: a compiled graph ends here
+        many: list[Tensor] = torch.compiler.disable(_linear_many)(x, weights, biases)  # type: ignore[no-untyped-call]
+        return many
+    return _linear_many(x, weights, biases)
+
+
+def _linear_many(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None) -> list[Tensor]:
     biases = [None] * len(weights) if biases is None else biases
     for weight, bias in zip(weights, biases, strict=True):
         _check(x, weight, bias)
