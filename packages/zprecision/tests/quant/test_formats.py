@@ -87,6 +87,8 @@ def test_values_beyond_the_scales_are_rejected_and_rows_take_them(normal: Normal
 
 
 def test_integers_and_scalars_are_no_weights() -> None:
+    with pytest.raises(ValueError, match=r"the tensor, \(2, 32\), is on the meta device and has no values"):
+        zp.quantize(torch.empty(2, 32, device="meta"), "int8")
     with pytest.raises(TypeError, match=r"quantize: the tensor is torch\.int32"):
         zp.quantize(torch.ones(4, dtype=torch.int32), "int8")
     with pytest.raises(ValueError, match="no dims"):

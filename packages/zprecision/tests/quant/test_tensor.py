@@ -150,3 +150,10 @@ def test_forged_panels_are_copied_and_empty_rows_are_rejected(normal: Normal) ->
         zp.PackedTensor.from_state_dict({"header": forged, "panels": torch.empty(0, dtype=torch.uint8)})
     with pytest.raises(ValueError, match=r"quantize: the tensor is \(4, 0\): its rows are empty"):
         zp.quantize(torch.empty(4, 0), "int4-g32")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-g64-minmax", "int8-row"])
+def test_a_matrix_without_rows_is_packed_and_unpacked(name: str) -> None:
+    packed = zp.pack(zp.quantize(torch.zeros(0, 192), name))
+    assert packed.dequantize().shape == (0, 192)
+    assert zp.linear(torch.ones(3, 192), packed).shape == (3, 0)

@@ -207,14 +207,16 @@ def _unpack(packed: PackedTensor) -> QuantizedTensor:
     rows, length = packed.shape[0], padded(packed.format, packed.shape[1])
     groups = length // form.group if form.group else 1
     narrow = torch.float16 if form.group else torch.float32
-    panels = packed.data.view(_num_panels(rows), groups, -1)
+    panels = packed.data.view(_num_panels(rows), groups, _panel_bytes(form, length) // groups)
     width = PANEL_ROWS * narrow.itemsize
     names = ("scales",) if form.is_symmetric else ("scales", "mins")
     parts = {
         name: _tail(panels[..., index * width : (index + 1) * width], narrow, rows)
         for index, name in enumerate(names)
     }
-    vectors = panels[..., len(names) * width :].reshape(_num_panels(rows), length // BLOCK, -1, PANEL_ROWS, _LANE)
+    vectors = panels[..., len(names) * width :].reshape(
+        _num_panels(rows), length // BLOCK, form.bits, PANEL_ROWS, _LANE
+    )
     lanes = vectors.permute(0, 3, 1, 2, 4)
     if form.bits == 4:
         lanes = torch.stack([lanes & 15, lanes >> 4], dim=-2)

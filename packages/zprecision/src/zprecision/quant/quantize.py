@@ -22,11 +22,15 @@ def quantize(tensor: Tensor, format: Format | str) -> QuantizedTensor:
     Scales of the integer formats are float16: groups whose largest magnitude is below about 1e-5 lose precision, and
     become zero below 4e-6.
 
-    Raises ValueError for values that are not finite or too large for the scales, and for empty rows; TypeError for
-    another dtype.
+    Raises ValueError for values that are not finite or too large for the scales, for empty rows, and for the meta
+    device; TypeError for another dtype.
     """
     if not tensor.is_floating_point():
         raise TypeError(f"quantize: the tensor is {tensor.dtype}; pass a floating dtype")
+    if tensor.is_meta:
+        raise ValueError(
+            f"quantize: the tensor, {tuple(tensor.shape)}, is on the meta device and has no values; load it"
+        )
     if not tensor.dim():
         raise ValueError("quantize: the tensor has no dims; groups lie along the last one")
     if not tensor.shape[-1]:
