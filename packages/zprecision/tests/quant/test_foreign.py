@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from zprecision.quant import GroupedCodes, format_name, pack, read_awq, read_compressed, read_gptq
+
+np: Any = pytest.importorskip("numpy")
 
 OUT, IN = 24, 256
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

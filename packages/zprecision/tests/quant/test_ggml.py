@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import zprecision as zp
+
+np: Any = pytest.importorskip("numpy")
 
 Normal = Callable[..., Tensor]
 

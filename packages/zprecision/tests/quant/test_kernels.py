@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from zprecision.backends import native
 from zprecision.quant import encode, kernels
 from zprecision.quant.formats import Integers, integers
 from zprecision.quant.panels import pack_rule
+
+np: Any = pytest.importorskip("numpy")
 
 Normal = Callable[..., Tensor]
 f32 = np.float32
