@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from zengine.cli import main
@@ -15,6 +14,8 @@ from zengine.config.grammar.kinds import Mismatch
 from zengine.config.grammar.table import Key, Support, walk
 from zengine.config.keys.root import ROOT
 from zengine.config.reading.json_schema import default_of, json_schema
+
+jsonschema: Any = pytest.importorskip("jsonschema")
 
 PACKAGE = Path(__file__).parents[3]
 PUBLISHED = sorted((PACKAGE / "tests/commands/published").glob("*.json")) + sorted(PACKAGE.glob("examples/*.json"))
