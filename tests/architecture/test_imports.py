@@ -97,7 +97,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce", "all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
     # pipeline stages exchange the layers that they hold
-    "features/random_ltd.py": {"zcomm": {"all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
+    "features/named_layers.py": {"zcomm": {"all_gather_object"}},
+    "features/random_ltd.py": {"zpartition": {"pipeline_stages_of"}},
+    "features/layer_drop.py": {"zpartition": {"pipeline_stages_of"}},
     # ranks compare their waits
     "telemetry/stragglers.py": {"zcomm": {"all_gather_object", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},

@@ -35,6 +35,7 @@ from zengine.engine import accumulation
 from zengine.engine.clock import Boundary, Sync
 from zengine.engine.parts import ConstantRate, Run, TelemetrySlot
 from zengine.features.curriculum import SeqlenCurriculum
+from zengine.features.layer_drop import LayerDrop
 from zengine.flops.feature import FlopsProfiling
 from zengine.flops.profiler import FlopsProfiler
 from zengine.imports import is_imported, is_pipeline
@@ -467,6 +468,10 @@ class DeepSpeedEngine(PlanGetters):
         "Tokens of a sequence in the running step, by `curriculum_learning`; 0: no limit (not DeepSpeed's).",
         lambda e: next((each.seqlen for each in e._features if isinstance(each, SeqlenCurriculum)), 0),
     )
+
+    def get_pld_theta(self) -> float | None:
+        """Return theta of progressive layer drop in the running step; None if it is off."""
+        return next((each.theta for each in self._features if isinstance(each, LayerDrop)), None)
 
     def deepspeed_io(
         self,

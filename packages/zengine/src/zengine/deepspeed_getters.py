@@ -364,7 +364,14 @@ class PlanGetters(Engine):
     wandb_enabled = Setting[bool]("Weights & Biases has charts.", lambda p: p.telemetry.wandb.enabled)
     csv_monitor_enabled = Setting[bool]("CSV files have the scalars.", lambda p: p.telemetry.csv_monitor.enabled)
     autotuning_enabled = autotuning_profile_model_info = _never("There is no autotuning.")
-    pld_enabled = _never("There is no progressive layer drop.")
+    pld_enabled = Setting[bool]("Layers are skipped in training.", lambda p: p.progressive_layer_drop.enabled)
+    pld_theta = Setting[float](
+        "Theta of progressive layer drop, in the limit.", lambda p: p.progressive_layer_drop.theta
+    )
+    pld_gamma = Setting[float]("Rate at which theta falls.", lambda p: p.progressive_layer_drop.gamma)
+    pld_params = Setting[dict[str, Any]](
+        "Section progressive_layer_drop.", lambda p: _written(p, "progressive_layer_drop")
+    )
     eigenvalue_enabled = _never("There are no eigenvalues.")
     quantize_training_enabled = _never("There is no quantized training.")
     elasticity_enabled = _never("Checkpoints load at any number of ranks; there is no section.")

@@ -62,7 +62,7 @@ _DEEPSPEEDS = (
     "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights zero_reduce_scatter "
     "zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory zero_sub_group_size zero_use_cpu_optimizer "
     "csv_monitor_enabled curriculum_params_legacy eigenvalue_enabled elasticity_enabled pld_enabled "  # of older ones
-    "quantize_training_enabled tensorboard_enabled wandb_enabled "
+    "get_pld_theta pld_gamma pld_params pld_theta quantize_training_enabled tensorboard_enabled wandb_enabled "
     "engine_timers get_wall_clock_timers random_ltd_initialize timers "
     "amp_enabled curriculum_enabled_legacy prescale_gradients sparse_gradients_enabled"  # of older versions
 )

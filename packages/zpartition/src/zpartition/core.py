@@ -237,7 +237,7 @@ class PartitionState:
 
         Raises:
             UnusedParametersError: the policy forbids unused parameters and there are some.
-            ValueError: no rank has any gradient.
+            ValueError: no rank has any gradient; a stage of a pipeline may have none (all its layers are skipped).
         """
         slots = [slot.name for _, slot in self.layout.slots()]
         flags = [i in gradient.seen for gradient in self.reducer.gradients for i in range(len(gradient.params))]
@@ -245,7 +245,7 @@ class PartitionState:
         zcomm.all_reduce(used, self.group, label="used parameters")
         counts = dict(zip(slots, used.tolist()))
         names = frozenset(name for name, count in counts.items() if not count)
-        if slots and len(names) == len(slots):
+        if slots and len(names) == len(slots) and self.pipeline_stages.size == 1:
             raise ValueError(
                 "no rank produced a gradient for any parameter: the loss comes from another module, or is constant"
             )

@@ -187,6 +187,8 @@ def make_features(
     if plan.checkpoint.async_save:
         chosen.append(features.BackgroundSaves())
     chosen += data_features(plan.data)
+    if plan.progressive_layer_drop.enabled:
+        chosen.append(features.LayerDrop(plan.progressive_layer_drop))
     if plan.dump_state:
         chosen.append(features.DumpState())
     if not plan.collect_garbage:

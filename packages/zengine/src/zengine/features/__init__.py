@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zengine.features.builtin import BackgroundSaves, Balancing, DumpState, PythonGC, Unfreezing
     from zengine.features.curriculum import SampleDifficulty, SeqlenCurriculum
     from zengine.features.dynamic_batching import DynamicBatching, ScaledRate
+    from zengine.features.layer_drop import LayerDrop
     from zengine.features.measuring import LayerNorms, Measuring
     from zengine.features.random_ltd import RandomLtd
     from zengine.features.same_batch import SameBatch
@@ -25,6 +26,7 @@ __all__ = [
     "DumpState",
     "DynamicBatching",
     "Feature",
+    "LayerDrop",
     "LayerNorms",
     "Measuring",
     "PythonGC",
@@ -43,6 +45,7 @@ _HOME_OF = homes_below(
         "features.builtin": "BackgroundSaves Balancing DumpState PythonGC Unfreezing",
         "features.curriculum": "SampleDifficulty SeqlenCurriculum",
         "features.dynamic_batching": "DynamicBatching ScaledRate",
+        "features.layer_drop": "LayerDrop",
         "features.measuring": "LayerNorms Measuring",
         "features.random_ltd": "RandomLtd",
         "features.same_batch": "SameBatch",

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import zcomm
 import zpartition
 from zengine._compat import backward_number
 from zengine.data.tree import map_tensors
 from zengine.engine.feature import Feature
+from zengine.features.named_layers import NamedLayers, own_layers
 from zengine.imports import is_pipeline
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class RandomLtd(Feature):
         """
         self.clock, self.telemetry = run.clock, run.parts.telemetry
         path, blocks = find_layers(run.module, self.plan.num_layers)
-        _check_layers_exist(path, self.plan.layer_ids, blocks, zpartition.pipeline_stages_of(run.module))
+        named = NamedLayers(path=path, count=self.plan.num_layers, own=blocks)
+        _check_layers_exist(named, self.plan.layer_ids, zpartition.pipeline_stages_of(run.module))
         own = [blocks[index] for index in self.plan.layer_ids if index in blocks]
         for layer in own[:1]:
             check_mask(layer, self.plan.mask_name)
@@ -158,22 +159,16 @@ def _find_pipeline_layers(module: PipelineModule, count: int) -> tuple[str, dict
             f"one is needed. Its classes, and how many layers they have: {counts}"
         )
     places = [index for index, name in enumerate(module.class_names) if name == fitting[0]]
-    own = [layer for layer in module.own_layers() if not any(layer is tied for tied in module.owned.values())]
-    calls = {number: module.calls.get(index) for number, index in enumerate(places)}
-    found = {number: call for number, call in calls.items() if isinstance(call, nn.Module) and call in own}
-    return fitting[0], found
+    return fitting[0], own_layers(module, places)
 
 
-def _check_layers_exist(
-    path: str, wanted: Sequence[int], own: Mapping[int, nn.Module], stages: ModelParallelGroup
-) -> None:
+def _check_layers_exist(named: NamedLayers, wanted: Sequence[int], stages: ModelParallelGroup) -> None:
     """Raise ValueError on every rank of a pipeline if no stage has a module of its own for a layer."""
-    present = sorted(set(wanted) & set(own))
-    everywhere = [present] if stages.size == 1 else zcomm.all_gather_object(present, stages.group)
-    absent = sorted(set(wanted) - {number for some in everywhere for number in some})
+    absent = named.absent(stages, wanted)
     if absent:
         raise ValueError(
-            f"random_ltd.random_ltd_layer_id names layers {absent} of {path}, which are functions or TiedLayerSpecs: "
+            f"random_ltd.random_ltd_layer_id names layers {absent} of {named.path}, which are functions or "
+            "TiedLayerSpecs: "
             "only a module that is called in one place can skip tokens. Use a LayerSpec for each of them"
         )
 

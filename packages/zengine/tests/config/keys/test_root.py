@@ -68,6 +68,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         *("torch_autocast.loss_scale", "fp8", "fp8.enabled", "fp8.exclude", "fp8.modules"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
         *("activation_checkpointing.modules", "dataloader_prefetch", "pipeline.schedule", "flops_profiler.step"),
+        *("progressive_layer_drop.layers", "progressive_layer_drop.seed"),
     }
 
 
@@ -108,6 +109,8 @@ pipeline.schedule pipeline.seed_layers pipeline.stages
 prescale_gradients
 profiler.enabled profiler.folder profiler.memory_snapshot profiler.profile_memory profiler.ranks
 profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack
+progressive_layer_drop.enabled progressive_layer_drop.gamma progressive_layer_drop.layers
+progressive_layer_drop.seed progressive_layer_drop.theta
 sparse_gradients
 scheduler.params scheduler.type
 sequence_parallel_size

@@ -37,6 +37,7 @@ EVERYTHING = {
     "comms_logger": {"enabled": True},
     "flops_profiler": {"enabled": True},
     "profiler": {"enabled": True},
+    "progressive_layer_drop": {"enabled": True},
 }
 
 

@@ -31,10 +31,6 @@ from zengine.config.grammar.table import (
 
 REMOVED_UPSTREAM = ", which DeepSpeed removed in 0.19.8,"  # precedes "is not available yet"
 
-PROGRESSIVE_LAYER_DROP = unavailable(
-    f"progressive layer drop{REMOVED_UPSTREAM}", checked_only(theta=number(0, 1), gamma=number(0))
-)
-
 EIGENVALUE = unavailable(
     f"the eigenvalue computation{REMOVED_UPSTREAM}",
     checked_only(
@@ -253,7 +249,6 @@ INFERENCE: dict[str, Row] = {
 OTHERS: dict[str, Row] = {
     "hybrid_engine": HYBRID_ENGINE,
     "compile": COMPILE,
-    "progressive_layer_drop": PROGRESSIVE_LAYER_DROP,
     "eigenvalue": EIGENVALUE,
     "compression_training": COMPRESSION_TRAINING,
     "quantize_training": QUANTIZE_TRAINING,

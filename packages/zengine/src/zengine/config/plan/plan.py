@@ -16,6 +16,7 @@ import attrs
 
 import zckpt
 from zengine.config.keys.checkpoint import CheckpointSettings
+from zengine.config.keys.features import FeatureKeys, ProgressiveLayerDrop
 from zengine.config.keys.parallel import ActivationCheckpointing, Pipeline
 from zengine.config.keys.training import RunKeys, TrainingKeys
 from zengine.config.plan.batch import BatchPlan
@@ -51,6 +52,7 @@ class Plan(RunKeys):
     telemetry: TelemetryPlan
     profiling: ProfilingPlan  # FLOPs, a window of traces, collectives
     data: DataPlan
+    progressive_layer_drop: ProgressiveLayerDrop
     checkpoint: CheckpointSettings
     keep: zckpt.RetentionPolicy  # retention of old checkpoints after each save
     loads_full_masters: bool  # False: load_checkpoint rounds masters to the dtype of the weights
@@ -77,6 +79,7 @@ class Plan(RunKeys):
         )
         yield from parallel_rows(self.parallel, self.pipeline, self.activations)
         yield from self.data.rows
+        yield from rows("", self, FeatureKeys)
         yield from optimizer_rows(self.optimizer, self.scheduler)
         yield from precision_rows(
             self.precision,

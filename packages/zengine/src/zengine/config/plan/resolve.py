@@ -91,6 +91,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "activations": settings.activation_checkpointing,
         "pipeline": settings.pipeline,
         "checkpoint": settings.checkpoint,
+        "progressive_layer_drop": settings.progressive_layer_drop,
     }
     return Plan(**planned(settings, Plan, **sections, **derived))
 

@@ -1,0 +1,225 @@
+"""Progressive layer drop: deep layers are skipped more and more often (Zhang and He 2020, algorithm 1).
+
+In step t (from 0) layer i of L is kept with probability 1 - (i / L) (1 - theta(t)), where theta falls from 1 to the
+config's theta: theta(t) = (1 - theta) exp(-gamma t) + theta.  As with DeepSpeed, which computes theta at the end of a
+step, the first two steps see theta(0) and the third sees theta(1).
+
+A module whose forward names the keyword `pld_theta` gets it (and `progressive_layer_drop=True`) while it trains, as
+with DeepSpeed, and skips its layers itself.  Other modules need no change: the config names a list of layers, and the
+engine skips them.
+
+- Whether a layer runs is a function of (seed, step, layer), so all ranks skip the same layers, as stage 3 needs, and
+  activation checkpointing replays the choice.  All micro-steps of a step have the same choice.
+- A skipped layer returns its first input.  A layer that returns a tuple (hidden, None, ...) returns (hidden, None,
+  ...) when it is skipped; the form of its output is learnt in its first call, which runs, and saved.
+- In a pipeline the layers are those of one class, numbered over all stages.
+
+Rejected: a wrapper module in place of a layer, which renames its parameters; a choice for each micro-step, which
+activation checkpointing cannot replay when several micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+
+import zpartition
+from zengine.engine.feature import Feature
+from zengine.features.named_layers import NamedLayers, find_named_layers
+
+if TYPE_CHECKING:
+    from zengine.config.keys.features import ProgressiveLayerDrop
+    from zengine.engine.clock import Clock
+    from zengine.engine.parts import Run, TelemetrySlot
+    from zengine.step_report import StepReport
+
+KEYWORD = "pld_theta"
+
+log = logging.getLogger("zengine")
+
+
+def theta_at(step: int, theta: float, gamma: float) -> float:
+    """Return theta(step) = (1 - theta) exp(-gamma step) + theta."""
+    return (1.0 - theta) * math.exp(-gamma * step) + theta
+
+
+def is_kept(seed: int, step: int, layer: int, probability: float) -> bool:
+    """Return True with `probability`, as a function of the other arguments alone."""
+    digest = hashlib.blake2b(f"{seed} {step} {layer}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < probability * 2.0**64
+
+
+@final
+class LayerDrop(Feature):
+    """Passes theta to the module, or skips the named layers."""
+
+    name = "progressive_layer_drop"
+
+    module: nn.Module
+    clock: Clock
+    telemetry: TelemetrySlot
+    layers: dict[int, _Skipped]  # this rank's named layers, by number; empty: the module skips
+    num_layers: int  # of the model; 0: the module skips
+
+    def __init__(self, plan: ProgressiveLayerDrop) -> None:
+        self.plan = plan
+        self.layers = {}
+        self.num_layers = 0
+        self._is_open = True
+
+    def attach(self, run: Run) -> None:
+        """Find the layers, unless the module takes theta.
+
+        Raises:
+            ValueError: `layers` names none; or it is empty and forward of the module does not name `pld_theta`.
+        """
+        self.module, self.clock, self.telemetry = run.module, run.clock, run.parts.telemetry
+        if not self.plan.layers:
+            _check_takes_theta(run.module)
+            return
+        named = find_named_layers(run.module, self.plan.layers, "progressive_layer_drop.layers")
+        _check_owned(named, zpartition.pipeline_stages_of(run.module))
+        self.num_layers = named.count
+        for number, layer in named.own.items():
+            self.layers[number] = _Skipped(layer, self._keeps(number))
+        if run.parts.world.rank == 0:
+            log.info("progressive layer drop: skips some of the %d layers of %s", named.count, named.path)
+
+    @property
+    def theta(self) -> float:
+        """Theta of the running step."""
+        return self._theta_in(self.clock.steps)
+
+    def _theta_in(self, steps: int) -> float:
+        return theta_at(max(steps - 1, 0), self.plan.theta, self.plan.gamma)
+
+    def keeps(self, layer: int, steps: int) -> bool:
+        """Return True if the layer of that number runs in the step after `steps` steps."""
+        probability = 1.0 - layer / self.num_layers * (1.0 - self._theta_in(steps))
+        return is_kept(self.plan.seed, steps, layer, probability)
+
+    def _keeps(self, layer: int) -> Callable[[], bool]:
+        return lambda: not self._is_open or self.keeps(layer, self.clock.steps)
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.num_layers or not self.module.training:
+            return args, kwargs
+        return args, {**kwargs, "progressive_layer_drop": True, KEYWORD: self.theta}
+
+    def step_end(self, report: StepReport) -> None:
+        """Chart theta, and the share of the named layers that ran."""
+        steps = report.step - 1
+        events = [("data/pld_theta", self._theta_in(steps), report.step)]
+        if self.num_layers:
+            kept = sum(self.keeps(layer, steps) for layer in range(self.num_layers))
+            events.append(("data/pld_kept_layers", kept / self.num_layers, report.step))
+        self.telemetry.write_events(events)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the number of members of this rank's layers' outputs; 0: a tensor, -1: not called yet."""
+        return {"outputs": {str(number): layer.num_members for number, layer in self.layers.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.prepare_load(state)()
+
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state; return a function that restores it.  Raises ValueError."""
+        outputs = state.get("outputs") if isinstance(state, Mapping) else None
+        if not isinstance(outputs, Mapping) or not all(type(each) is int and each >= -1 for each in outputs.values()):
+            raise ValueError(f"outputs = {outputs!r} must be whole numbers of at least -1, by layer")
+        # Checkpoints hold rank 0's, and all layers of a class return the same form.
+        known = [int(each) for each in outputs.values() if each >= 0]
+
+        def commit() -> None:
+            for number, layer in self.layers.items():
+                layer.num_members = int(outputs.get(str(number), known[0] if known else -1))
+
+        return commit
+
+    def close(self) -> None:
+        """Restore forward of the layers."""
+        self._is_open = False
+        for layer in self.layers.values():
+            layer.restore()
+
+
+def _check_takes_theta(module: nn.Module) -> None:
+    """Raise ValueError unless forward of `module` names `pld_theta`."""
+    parameters = inspect.signature(module.forward).parameters
+    if KEYWORD in parameters:
+        return
+    lists = [
+        f"{name} ({len(part)})"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) > 1
+    ]
+    raise ValueError(
+        f"progressive_layer_drop: forward() of {type(module).__name__} does not name the keyword {KEYWORD}, so it "
+        f'would skip nothing. Set "layers" to the list of layers to skip; lists of this model, with their lengths: '
+        f"{', '.join(lists) or 'none'}"
+    )
+
+
+def _check_owned(named: NamedLayers, stages: zpartition.ModelParallelGroup) -> None:
+    """Raise ValueError on every rank if some layer is no module of its own on any stage of a pipeline."""
+    absent = named.absent(stages)
+    if absent:
+        raise ValueError(
+            f"progressive_layer_drop.layers = {named.path!r}: layers {absent} are functions or TiedLayerSpecs, and "
+            "only a module that is called in one place can be skipped. Use a LayerSpec for each of them"
+        )
+
+
+@final
+class _Skipped:
+    """Forward of one layer, skipped at some steps.
+
+    A bound method replaces forward, so a deep copy of the module has a copy of this object.
+    """
+
+    def __init__(self, layer: nn.Module, keeps: Callable[[], bool]) -> None:
+        self.layer = layer
+        self.keeps = keeps  # in the running step
+        self.num_members = -1  # of the layer's output: 0 for a tensor, -1 before the first call
+        self._name_of_input = next(iter(inspect.signature(layer.forward).parameters), "")
+        self._forward = layer.forward
+        self._had_own = "forward" in layer.__dict__
+        layer.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, or return its first input in the form of its output."""
+        if self.num_members >= 0 and self.layer.training and not self.keeps():
+            hidden = args[0] if args else kwargs[self._name_of_input]
+            return (hidden, *[None] * (self.num_members - 1)) if self.num_members else hidden
+        output = self._forward(*args, **kwargs)
+        if self.num_members < 0:
+            self.num_members = self._members_of(output)
+        return output
+
+    def _members_of(self, output: Any) -> int:
+        if isinstance(output, Tensor):
+            return 0
+        if isinstance(output, tuple) and isinstance(output[0], Tensor) and all(each is None for each in output[1:]):
+            return len(output)
+        raise TypeError(
+            f"progressive_layer_drop: {type(self.layer).__name__} must return the hidden state, or a tuple (hidden "
+            f"state, None, ...), to be skipped, and it returned {_form(output)}"
+        )
+
+    def restore(self) -> None:
+        if self._had_own:
+            self.layer.forward = self._forward
+        else:
+            del self.layer.forward
+
+
+def _form(output: Any) -> str:
+    if isinstance(output, tuple):
+        return f"({', '.join(type(each).__name__ for each in output)})"
+    return type(output).__name__
