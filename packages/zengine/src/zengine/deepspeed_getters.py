@@ -374,4 +374,4 @@ class PlanGetters(Engine):
     )
     eigenvalue_enabled = _never("There are no eigenvalues.")
     quantize_training_enabled = _never("There is no quantized training.")
-    elasticity_enabled = _never("Checkpoints load at any number of ranks; there is no section.")
+    elasticity_enabled = Setting[bool]("The batch size is elastic.", lambda p: p.elasticity.enabled)

@@ -20,6 +20,10 @@ class NotAvailable(RuntimeError):
 ABSENT: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
+    "elasticity.DSElasticAgent": (
+        "torchrun restarts the ranks of an elastic job: torchrun --nnodes=MIN:MAX --max-restarts=N train.py. "
+        "Checkpoints load at any number of ranks."
+    ),
     "autotuning.Autotuner": (
         "experiments are not started from the command line. `zengine plan ds.json` predicts memory and traffic of a "
         "config, and zengine.planning recommends one; then start the script without --autotuning."

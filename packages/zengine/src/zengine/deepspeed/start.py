@@ -24,7 +24,7 @@ from zengine.as_deepspeed import API_VERSION
 from zengine.checkpoint.recovery_script import is_url, write_recovery_script
 from zengine.config import load
 from zengine.config.grammar.source import read
-from zengine.config.plan.resolve import BATCH_KEYS
+from zengine.config.plan.elastic import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed, initialize_mesh_device, is_initialized
 from zengine.deepspeed.comm.discovery import discover_ranks
 from zengine.deepspeed.marks import ZeroMarks
@@ -93,7 +93,7 @@ def initialize(
     given = _without_unused_packing(
         _add_leaf_names(_count_replicas(given, model), leaf_names(model)), has_data=training_data is not None
     )
-    load(given)  # a wrong config closes no other engine
+    _check_config(given)  # a wrong config closes no other engine
     _hand_over(model)
     if not is_initialized():
         discover_ranks(distributed_port)
@@ -114,6 +114,17 @@ def initialize(
     groups.use(found[0])
     _attach(found[0], ReturnedOptimizer(is_clients=optimizer is not None, mpu=mpu))
     return found
+
+
+def _check_config(given: Any) -> None:
+    """Raise ConfigError if the config is wrong, ElasticityConfigError if elasticity is not what was scheduled."""
+    load(given)
+    data = read(given).data
+    section = _section(data if isinstance(data, Mapping) else {}, "elasticity")
+    if section.get("enabled") is True:
+        from zengine.deepspeed.elasticity import ensure_immutable_elastic_config
+
+        ensure_immutable_elastic_config(section)
 
 
 class RecoveryScript(Feature):

@@ -18,7 +18,7 @@ KNOWN = {".".join(path): row for path, row in walk(ROOT)}
 
 # Keys whose legal values are rejected: the feature is not there (yet), and without it the training is another one.
 REJECTED = {
-    *("eigenvalue.enabled", "elasticity.enabled", "hybrid_engine.enabled"),
+    *("eigenvalue.enabled", "hybrid_engine.enabled"),
     *("quantize_training.enabled", "sparse_attention", "weight_quantization", "zero_optimization.zeropp_loco_param"),
     "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled",
     "compression_training.layer_reduction",
@@ -51,6 +51,14 @@ AROUND: dict[str, Any] = {
             "schedule_config": {"total_curriculum_step": 10},
         }
     },
+    "elasticity.": {
+        "elasticity": {
+            "max_train_batch_size": 64,
+            "micro_batch_sizes": [2, 4],
+            "ignore_non_elastic_batch_info": True,
+            "num_gpus_per_node": 2,
+        }
+    },
     "data_efficiency.data_": {"data_efficiency": {"enabled": True}},
     "data_efficiency.data_sampling.": {"data_efficiency": {"data_sampling": {"enabled": True}}},
     "data_efficiency.data_sampling.dynamic_batching.": {
@@ -76,7 +84,7 @@ AROUND: dict[str, Any] = {
 }
 ENABLED = (
     *("fp16.", "bf16.", "amp.", "torch_autocast.", "expert_parallel.", "tensorboard.", "wandb.", "csv_monitor."),
-    *("comet.", "comms_logger.", "flops_profiler.", "curriculum_learning."),
+    *("comet.", "comms_logger.", "flops_profiler.", "curriculum_learning.", "elasticity."),
 )
 
 

@@ -124,6 +124,9 @@ tensor_parallel.partition_config.layer_specs.*.patterns
 tensor_parallel.partition_config.layer_specs.*.shape
 tensor_parallel.partition_config.strict_mode tensor_parallel.partition_config.use_default_specs
 tensor_parallel.vocab_parallel_lm_head
+elasticity.enabled elasticity.ignore_non_elastic_batch_info elasticity.max_gpus elasticity.max_train_batch_size
+elasticity.micro_batch_sizes elasticity.min_gpus elasticity.model_parallel_size elasticity.num_gpus_per_node
+elasticity.prefer_larger_batch elasticity.version
 expert_parallel.enabled expert_parallel.autoep_size expert_parallel.moe_layer_pattern
 tensorboard.enabled tensorboard.gradient_histograms tensorboard.job_name tensorboard.output_path
 timers.throughput.count_flops_at timers.throughput.enabled timers.throughput.hidden_size

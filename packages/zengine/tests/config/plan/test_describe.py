@@ -38,6 +38,12 @@ EVERYTHING = {
     "flops_profiler": {"enabled": True},
     "profiler": {"enabled": True},
     "progressive_layer_drop": {"enabled": True},
+    "elasticity": {
+        "enabled": True,
+        "max_train_batch_size": 64,
+        "micro_batch_sizes": [4],
+        "ignore_non_elastic_batch_info": True,
+    },
 }
 
 

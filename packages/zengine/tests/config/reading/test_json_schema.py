@@ -98,7 +98,7 @@ def test_keys_that_do_not_act_say_so() -> None:
     assert zero["reduce_scatter"]["description"].startswith("Ignored: ")
     assert zero["zenflow"]["description"].startswith("Ignored: ")
     assert zero["zeropp_loco_param"]["description"].startswith("Rejected: ")
-    assert SCHEMA["properties"]["elasticity"]["anyOf"][0]["properties"]["enabled"]["description"].startswith(
+    assert SCHEMA["properties"]["eigenvalue"]["anyOf"][0]["properties"]["enabled"]["description"].startswith(
         "Rejected at other values: "
     )
     assert zero["mics_shard_size"]["deprecated"] is True

@@ -112,11 +112,11 @@ def test_a_limited_key_is_refused_at_other_values() -> None:
 
 
 def test_a_section_that_is_refused_is_still_checked_for_slips() -> None:
-    assert problems({"elasticity": {"enabled": True, "min_gpu": 1, "max_gpus": "8"}}) == [
-        "elasticity.enabled = true: elasticity, which DeepSpeed removed in 0.19.8, is not available yet. Set it to "
-        "false, or leave it out.",
-        'elasticity.min_gpu = 1: unknown key. Did you mean "min_gpus"?',
-        'elasticity.max_gpus = "8": needs a whole number >= 1, got text. Write 8 without quotes.',
+    assert problems({"eigenvalue": {"enabled": True, "max_iters": 1, "layer_num": "8"}}) == [
+        "eigenvalue.enabled = true: the eigenvalue computation, which DeepSpeed removed in 0.19.8, is not available "
+        "yet. Set it to false, or leave it out.",
+        'eigenvalue.max_iters = 1: unknown key. Did you mean "max_iter"?',
+        'eigenvalue.layer_num = "8": needs a whole number >= 0, got text. Write 8 without quotes.',
     ]
 
 

@@ -45,22 +45,6 @@ EIGENVALUE = unavailable(
     ),
 )
 
-ELASTICITY = unavailable(
-    f"elasticity{REMOVED_UPSTREAM}",
-    checked_only(
-        max_train_batch_size=whole(1),
-        micro_batch_sizes=LIST,
-        min_gpus=whole(1),
-        max_gpus=whole(1),
-        min_time=COUNT,
-        prefer_larger_batch=TRUTH,
-        ignore_non_elastic_batch_info=TRUTH,
-        version=number(0),
-        model_parallel_size=whole(1),
-        num_gpus_per_node=whole(1),
-    ),
-)
-
 AUTOTUNING = Section(
     switch="enabled",
     keys={
@@ -252,7 +236,6 @@ OTHERS: dict[str, Row] = {
     "eigenvalue": EIGENVALUE,
     "compression_training": COMPRESSION_TRAINING,
     "quantize_training": QUANTIZE_TRAINING,
-    "elasticity": ELASTICITY,
     "autotuning": AUTOTUNING,
     "sparse_attention": SPARSE_ATTENTION,
     "graph_harvesting": GRAPH_HARVESTING,

@@ -14,6 +14,7 @@ from zengine.config.keys.root import ROOT, Settings
 from zengine.config.plan.batch import BatchPlan, BatchTerms, Unsolvable, solve
 from zengine.config.plan.data import data_notices, data_plan
 from zengine.config.plan.data_rules import check_whole_sequences
+from zengine.config.plan.elastic import BATCH_KEYS, elastic_batch, elastic_notices
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.optimizer import SchedulerPlan, optimizer_notices, optimizer_plan
 from zengine.config.plan.parallel import ParallelPlan, activation_notices, parallel_notices, parallel_plan
@@ -41,8 +42,6 @@ from zengine.config.plan.zero import (
 )
 from zengine.config.reading.load import Config
 from zprecision import Precision
-
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
@@ -92,6 +91,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "pipeline": settings.pipeline,
         "checkpoint": settings.checkpoint,
         "progressive_layer_drop": settings.progressive_layer_drop,
+        "elasticity": settings.elasticity,
     }
     return Plan(**planned(settings, Plan, **sections, **derived))
 
@@ -105,6 +105,8 @@ def _keep(settings: Settings) -> zckpt.RetentionPolicy:
 
 def _batch(config: Config, parallel: ParallelPlan) -> BatchPlan | Problem:
     settings = config.settings
+    if settings.elasticity.enabled:
+        return elastic_batch(config, parallel)
     terms = BatchTerms(
         train=settings.train_batch_size,
         micro=settings.train_micro_batch_size_per_gpu,
@@ -161,7 +163,7 @@ def _notices(config: Config, facts: Facts, parallel: ParallelPlan, dtypes: Preci
     """Return the notices that depend on the facts or on several keys."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *averaging_notices(config), *profiling_notices(config, facts)]
-    notices += data_notices(config)
+    notices += [*data_notices(config), *elastic_notices(config)]
     notices += [*rate_notices(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + stage_3_keys(config)
