@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from zengine.as_deepspeed import API_VERSION
-from zengine.config.reading.load import read
+from zengine.config.grammar.source import read
 from zengine.deepspeed.elasticity.config import ElasticityError
 from zengine.deepspeed.elasticity.elasticity import compute_elastic_config
 
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-w", "--world-size", type=int, default=0, help="ranks of the job")
     options = parser.parse_args(argv)
     try:
-        config = dict(read(options.config).data or {})
+        data: Any = read(options.config).data
+        config = dict(data or {})
         found = compute_elastic_config(config, API_VERSION, world_size=options.world_size)
     except (ElasticityError, ValueError, OSError) as error:
         print(f"ds_elastic: {error}", file=sys.stderr)
