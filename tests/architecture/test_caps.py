@@ -39,7 +39,7 @@ FORBIDDEN_IN_ENGINE = {"isinstance", "hasattr", "getattr", "type", "issubclass"}
 MIRRORS_THE_CONFIG = (
     "packages/zengine/src/zengine/config/",
     "packages/zengine/src/zengine/deepspeed/autotuning/config.py",
-    "packages/zengine/src/zengine/deepspeed/linear/config.py",
+    "packages/zengine/src/zengine/adapters/config.py",
     "packages/zengine/src/zengine/deepspeed/profiling/config.py",
     "packages/zengine/src/zengine/deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py",
     "packages/zengine/src/zengine/deepspeed/runtime/activation_checkpointing/config.py",

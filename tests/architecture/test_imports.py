@@ -108,6 +108,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"all_gather_object"},
         "zpartition": {"pipeline.Passes", "pipeline_stages_of"},
     },
+    # layers with adapters are gathered to be merged
+    "adapters/merging.py": {"zpartition": {"gathered", "is_gathered"}},
     # products with quantized weights
     "inference/": {
         "zprecision": {

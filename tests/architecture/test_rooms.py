@@ -63,6 +63,7 @@ ORDER = {
             "reporting",
             "build",
             "captured_step",
+            "adapters",
             "inference",
         ),
         *(

@@ -6,8 +6,11 @@ import torch
 from small_decoders import HEADS, SIZE, TIME, VOCABULARY, WIDTH, Block, Model, model
 from torch import Tensor, nn
 
+from zengine.adapters import LoRAConfig, add_lora, merged_weights
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
+from zengine.inference.quantized import projections
+from zengine.inference.quantized_modules import with_weights_of
 from zengine.inference.recognize import NotRecognized, recognize
 from zengine.inference.structure import MLP, FusedQKV, MLPInput, RotaryStyle
 from zengine.inference.verify import verify
@@ -206,3 +209,33 @@ def test_a_full_slot_raises_and_keeps_what_it_holds() -> None:
     assert steps.cache.lengths == [6]
     with pytest.raises(ValueError, match="exceeds the 64 positions that the model has learnt"):
         KVCache.create(recognize(model(rotary=False)), 1, TIME + 1)
+
+
+@pytest.mark.parametrize("kind", ["ours", "peft"])
+def test_layers_with_adapters_are_projections_with_merged_weights(kind: str) -> None:
+    subject: Any = model()
+    names = sorted({name.rpartition(".")[2] for name, each in subject.named_modules() if isinstance(each, nn.Linear)})
+    if kind == "ours":
+        add_lora(subject, LoRAConfig(lora_r=2, lora_alpha=1.0, target_mods=names))
+    else:
+        peft = pytest.importorskip("peft")
+        adapted = peft.get_peft_model(subject, peft.LoraConfig(r=2, lora_alpha=1.0, target_modules=names))
+        subject = adapted.base_model.model.eval()
+    with torch.no_grad():
+        for name, param in subject.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.1)
+    decoder = recognize(subject)
+    merged = dict(merged_weights(subject))
+    found = {each.name: each.weight for each in projections(decoder)}
+    assert sorted(found) == sorted(merged)
+    assert all(torch.equal(weight, found[name]) for name, weight in merged.items())
+    verify(decoder, subject)
+    with torch.no_grad():  # an update of the adapters is in the next decoder
+        for param in subject.parameters():
+            if param.requires_grad:
+                param.mul_(-1)
+                break
+    fresh = with_weights_of(decoder, subject)
+    verify(fresh, subject)
+    assert any(not torch.equal(each.weight, found[each.name]) for each in projections(fresh))

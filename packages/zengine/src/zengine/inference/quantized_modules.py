@@ -17,6 +17,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from zengine.adapters.foreign import adapted
+from zengine.adapters.merging import merged_weight
 from zengine.inference.quantized import LayerError, projections, quantize_weight, replaced
 from zengine.inference.structure import Decoder, Projection
 from zpartition import tensor
@@ -236,8 +238,13 @@ def with_weights_of(decoder: Decoder, module: nn.Module) -> Decoder:
 
 
 def _present_weight(projection: Projection, layer: nn.Module) -> Tensor | QuantizedTensor | PackedTensor:
-    """Return the weight of a layer, (out, in): a new view if the layer's memory is another one."""
+    """Return the weight of a layer, (out, in): a new view if the layer's memory is another one.
+
+    Of a layer with adapters, base and update are merged anew.
+    """
     held = projection.weight
+    if adapted(layer) is not None:
+        return merged_weight(layer)
     if isinstance(layer, QuantizedLinear):
         return layer.weight
     own = layer.weight

@@ -27,6 +27,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from zengine.adapters.foreign import parts_of_adapters
 from zengine.inference import matching
 from zengine.inference.matching import Constants, RotaryTables, closest, equal, match_norm, projection
 from zengine.inference.observe import Call, observe, tensors_in
@@ -77,6 +78,8 @@ def recognize(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, embedding.num_embeddings, (1, num_tokens), generator=generator).to(embedding.weight.device)
     calls, logits = observe(model, lambda: run(model, ids))
+    parts = parts_of_adapters(model)  # a layer with adapters is one projection, with the merged weight
+    calls = [call for call in calls if call.name not in parts]
     return _Recognition(model, config, calls, ids).decoder(logits)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zengine.adapters.update import Update
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.comm import all_gather_into_tensor
 from zengine.deepspeed.comm.world import get_rank, get_world_size, is_initialized
@@ -64,6 +65,7 @@ class LoRAOptimizedLinear(nn.Module):
 
     lora_weight_1: nn.Module
     lora_weight_2: nn.Module
+    adapter_enabled = True  # False inside `adapters_disabled`
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class LoRAOptimizedLinear(nn.Module):
     def full_weight(self) -> Tensor:
         """(output_dim, input_dim): the frozen weight.  A collective with base_weight_sharding."""
         own = self._own_weight()
-        if self.zero_shards == 1:
+        if self.zero_shards == 1 or self.disabled:
             return own
         whole = own.new_empty(self.output_dim * self.input_dim)
         all_gather_into_tensor(whole, own.contiguous())
@@ -180,5 +182,17 @@ class LoRAOptimizedLinear(nn.Module):
             return F.linear(input_tensor, self.weight)
         if not self._initialized:
             raise RuntimeError("the adapters do not exist yet: call deepspeed.linear.init_lora(model) first")
+        y = F.linear(input_tensor, self.full_weight())
+        if not self.adapter_enabled:
+            return y
         adapted: Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
-        return F.linear(input_tensor, self.full_weight()) + self.lora_scaling_factor * adapted
+        return y + self.lora_scaling_factor * adapted
+
+    base_weight = full_weight  # the name in `zengine.adapters`
+
+    def updates(self) -> list[Update]:
+        """Return the update that the forward adds; none while the adapter is disabled."""
+        if not self._initialized or self.disabled or not self.adapter_enabled:
+            return []
+        down, up = (each.get_parameter("weight") for each in (self.lora_weight_1, self.lora_weight_2))
+        return [Update(down, up, self.lora_scaling_factor)]

@@ -1,0 +1,127 @@
+"""Adapters switched off, and weights with their updates: what generation and reference log-probabilities need.
+
+    with adapters_disabled(model):
+        reference = log_probs(model(ids))          # of the frozen base
+    for name, weight in merged_weights(model):     # one layer at a time
+        fast.copy_(name, weight)
+
+Everything works on a plain module and on the module of an engine, at every ZeRO stage; where weights are sharded, a
+layer's are gathered for as long as it is merged, so every rank calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from zengine.adapters.foreign import adapted, is_switchable
+from zengine.adapters.lora import LoRALinear, replace_layer
+from zengine.adapters.update import Adapted, merge
+from zpartition import gathered, is_gathered
+
+__all__ = ["adapters_disabled", "merge_lora", "merged_weight", "merged_weights"]
+
+
+def merged_weight(layer: nn.Module) -> Tensor:
+    """Return the weight that a layer with adapters computes with, (out, in): base + updates, rounded once.
+
+    New memory, in the dtype of the base (a quantized one: of the weight before); the base is not changed.  Where the
+    layer is sharded, a collective.  Raises ValueError for a layer without adapters.
+    """
+    found = adapted(layer)
+    if found is None:
+        raise ValueError(f"{type(layer).__name__} has no adapters, so nothing is merged: use its weight")
+    return _merged(layer, found)
+
+
+def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (path of a layer, its merged weight) for every layer with adapters; `dict(...)` holds all at once.
+
+    Raises ValueError as `merged_weight` does, if `module` has no adapters, too.
+    """
+    found = [(name, layer, view) for name, layer in module.named_modules() if (view := adapted(layer)) is not None]
+    if not found:
+        raise ValueError(_without_adapters(module))
+    for name, layer, view in found:
+        yield name, _merged(layer, view)
+
+
+@contextmanager
+def adapters_disabled(module: nn.Module) -> Iterator[None]:
+    """Compute with the base alone inside the block: adapters of ours, and of PEFT.
+
+    Gradients, weights and what is trained stay as they are.  Raises ValueError, before anything changes, if `module`
+    has no adapters, or some that cannot be switched off so.
+    """
+    own = [each for each in module.modules() if isinstance(each, Adapted)]
+    others: list[Any] = [each for each in module.modules() if is_switchable(each)]
+    _check_switches(module, own, others)
+    before = [each.adapter_enabled for each in own], [each._disable_adapters for each in others]
+    try:
+        for layer in own:
+            layer.adapter_enabled = False
+        for layer in others:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, enabled in zip(own, before[0]):
+            layer.adapter_enabled = enabled
+        for layer, disabled in zip(others, before[1]):
+            layer._disable_adapters = disabled
+
+
+def merge_lora(module: nn.Module, *, dequantize: bool = False) -> list[str]:
+    """Replace the layers of `add_lora` by plain ones with the merged weights; return their names.
+
+    module: without an engine (call `engine.close()` before).
+    dequantize: make plain layers of quantized ones, too.
+
+    Raises ValueError, before anything changes, for layers with a quantized base without `dequantize`.
+    """
+    found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, LoRALinear)]
+    if not found:
+        raise ValueError(_without_adapters(module))
+    for name, layer in found if not dequantize else ():
+        if not isinstance(layer._parameters.get("weight"), Tensor):
+            raise ValueError(
+                f"the base of {name} is quantized: codes of base + update would round every weight again, and the "
+                "model would no longer compute what was trained. Pass dequantize=True for plain layers, and quantize "
+                "those anew if you accept that; or keep base and adapters apart (save_adapters)."
+            )
+    for name, layer in found:
+        replace_layer(module, name, layer.plain_layer(merged_weight(layer)))
+    return [name for name, _ in found]
+
+
+def _merged(layer: nn.Module, view: Adapted) -> Tensor:
+    with _whole(layer):
+        return merge(view.base_weight(), view.updates())
+
+
+def _whole(layer: nn.Module) -> AbstractContextManager[None]:
+    """Gather a layer's weights, unless an open block holds them."""
+    params = list(layer.parameters())
+    return nullcontext() if all(map(is_gathered, params)) else gathered(params)
+
+
+def _check_switches(module: nn.Module, own: Sequence[Adapted], others: Sequence[Any]) -> None:
+    configs = getattr(module, "peft_config", None)
+    kinds = configs.values() if isinstance(configs, dict) else ()
+    if any(getattr(config, "is_prompt_learning", False) for config in kinds):
+        raise ValueError("PEFT's prompts are no layers: use the model's own `with model.disable_adapter():`")
+    if not own and not others:
+        raise ValueError(_without_adapters(module))
+    if any(getattr(layer, "merged", False) for layer in others):
+        raise ValueError(
+            "PEFT has merged its adapters into the weights: call model.unmerge_adapter() first. "
+            "merged_weights(model) gives merged weights and leaves the base's bits alone."
+        )
+
+
+def _without_adapters(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} has no adapters: call add_lora(module, LoRAConfig(...)), or PEFT's get_peft_model()"
+    )
