@@ -119,12 +119,12 @@ def test_products_have_the_bits_of_the_scalar_order(
 def test_long_rows_and_many_tokens_have_the_bits_of_the_first_level(
     level: str, format: zp.Format, normal: Normal
 ) -> None:
-    """Rows longer than a run of blocks, and tiles of 8, 4 and 1 tokens that meet one panel."""
+    """Rows longer than a run of blocks, and tiles of any number of tokens, and two that meet one panel."""
     packed, x = zp.pack(zp.quantize(normal(21, 2208), format)), normal(29, 2208, seed=1) * 10
     with native.use_level(LEVELS[0]):
         wanted = zp.linear(x, packed)
     with native.use_level(level):
-        found = [zp.linear(x[:count], packed) for count in (1, 4, 8, 16, 29)]
+        found = [zp.linear(x[:count], packed) for count in (1, 3, 4, 8, 15, 16, 29)]
     assert all(torch.equal(each, wanted[: len(each)]) for each in found)
 
 

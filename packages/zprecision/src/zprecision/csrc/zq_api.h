@@ -122,11 +122,11 @@ void zq_activate(int act, const float *x, const float *factors, float *out, int6
 
 #define ZQ_BLOCK 32
 #define ZQ_PANEL 16
-#define ZQ_MOST_TOKENS 8 /* of a tile */
-#define ZQ_MOST_TILES 32 /* of a panel at a time */
+#define ZQ_MOST_TOKENS 16 /* of a tile */
+#define ZQ_MOST_TILES 16  /* of a panel at a time */
 #define ZQ_SPAN 16384    /* elements of one partial sum of squares */
 
-/* Activations of a tile of up to 8 tokens: [block][token][32] codes, [block][token] scales and sums of codes. */
+/* Activations of a tile of up to 16 tokens: [block][token][32] codes, [block][token] scales and sums of codes. */
 typedef struct {
   const int8_t *codes;
   const float *scales;

@@ -1,6 +1,6 @@
 /* The kernels of one instruction set; compiled once for each with -DZQ_SUFFIX.
  *
- * The product of 16 rows and up to 8 tokens, block by block of 32: integer sums, one row a lane, times the scale of
+ * The product of 16 rows and up to 16 tokens, block by block of 32: integer sums, one row a lane, times the scale of
  * the activation; the sums of a group times the scales of the rows; then the minima times the sums of the activation.
  * Products and sums are separate operations (-ffp-contract=off), in the order of the blocks, so every level gives the
  * same bits.

@@ -3,11 +3,11 @@
  * Problem: one token must cost a read of the weights; a few tokens little more; hundreds must reach the peak of the
  * multipliers.
  *
- * Design: one kernel multiplies the 16 rows of a run of blocks by up to 8 tokens (4 with 16 registers): every vector
+ * Design: one kernel multiplies the 16 rows of a run of blocks by up to 8 tokens at a time (4 with 16 registers): every vector
  * of codes is loaded once and meets one broadcast of 4 activations of each token.  Its float sums live in registers
  * and wait in memory between runs.  A run, codes and activations, fits the first-level cache, so several tiles read a
  * panel from memory once; meanwhile memory is asked for the next panel, in equal shares, so reading hides behind
- * multiplying.  One token reads in order, which processors foresee: asking ahead made it slower.
+ * multiplying.  One tile asks for what is a few thousand bytes ahead in the same memory: processors foresee less.
  *
  * dpbusd (VNNI) multiplies unsigned codes by signed activations, so it sums code * x, and the sum begins at
  * -offset * sum(x).  Without it maddubs multiplies 4 bits of codes and sums in 16 bits: the 16 products of a lane stay
@@ -55,8 +55,9 @@ enum { BYTES = 64 / HALVES, LANES = 16 / HALVES, HAS_PLANES = HALVES == 2 };
 enum { NIBBLES, WHOLE, PLANES };
 
 enum {
-  MOST_RUN = 64, /* blocks of a run */
-  AHEAD = 4096   /* bytes between what one tile reads and what memory is asked for */
+  MOST_RUN = 64,        /* blocks of a run */
+  AHEAD_OF_ONE = 8192,  /* bytes between what a token reads and what memory is asked for, */
+  AHEAD_OF_MANY = 12288 /* and the same for a tile of more */
 };
 
 /* Blocks of one panel and the activations of a tile. */
@@ -200,12 +201,17 @@ static const run_kernel runs[3][3][2] = {{ROW(NIBBLES, 1), ROW(NIBBLES, 2), ROW(
                                          {{0}, {0}, ROW(PLANES, 4)}};
 #endif
 
-/* Multiply a run by all tokens of a tile, as many at a time as registers hold. */
-static void multiply(run_of_blocks *r, int codes, int is_block, int tokens) {
-  const int count = tokens < MOST_COUNT ? tokens : MOST_COUNT, size = count == 8 ? 3 : count / 2;
+/* Multiply a run by all tokens of a tile, as many at a time as registers hold.  split: its nibbles, or NULL. */
+static void multiply(run_of_blocks *r, const uint8_t *split, int bits, int is_block, int tokens) {
+  const uint8_t *codes = r->codes;
+  const int64_t code_step = r->code_step;
   r->stride = tokens;
-  for (int t = 0; t < tokens; t += count) {
-    runs[codes][size][is_block](r);
+  for (int left = tokens, size = HALVES == 1 ? 3 : 2; left; left -= 1 << size) {
+    while (1 << size > left) size--;
+    const int count = 1 << size, is_split = split && count == MOST_COUNT;
+    r->codes = is_split ? split : codes;
+    r->code_step = is_split ? r->each * 1024 : code_step;
+    runs[is_split ? PLANES : bits == 8 ? WHOLE : NIBBLES][size][is_block](r);
     r->x += ZQ_BLOCK * count, r->x_scales += count, r->starts += count, r->inputs += count, r->sums += count;
     r->ahead_lines = 0;
   }
@@ -270,8 +276,8 @@ static void split_run(const uint8_t *group, const panel_form *form, int64_t coun
 static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tiles, int64_t num_tiles,
                         const uint8_t *next, float (*out)[ZQ_PANEL]) {
   const panel_form form = form_of(m);
-  const int is_split = HAS_PLANES && m->bits == 8 && num_tiles >= 3;
-  const int64_t most = num_tiles == 1 ? MOST_RUN : m->bits == 8 ? MOST_RUN / 4 : MOST_RUN / 2;
+  const int is_split = HAS_PLANES && m->bits == 8 && (num_tiles > 1 || tiles->tokens >= 3 * MOST_COUNT);
+  const int64_t most = num_tiles == 1 && tiles->tokens < 8 ? MOST_RUN : m->bits == 8 ? MOST_RUN / 4 : MOST_RUN / 2;
   const int64_t lines = next ? (form.block_bytes + 64 * num_tiles - 1) / (64 * num_tiles) : 0;
   uint8_t split[HAS_PLANES ? MOST_RUN / 4 * 1024 : 64] __attribute__((aligned(64)));
   int32_t starts[MOST_RUN * ZQ_MOST_TOKENS];
@@ -293,12 +299,10 @@ static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, c
       r.each = form.is_row ? count : form.group;
       r.ahead = next ? next + first * form.block_bytes + share : at;
       r.ahead_lines = share < count * form.block_bytes ? lines : 0;
-      const int from_split = is_split && tokens >= MOST_COUNT;
-      if (from_split) r.codes = split, r.code_step = r.each * 1024;
       if (!first) memset(sums, 0, sizeof *sums * (size_t)tokens);
       begin_sums(m, tile->sums + first * tokens, count * tokens, starts);
       if (m->has_mins) sum_inputs(tile, first, count, form.group, form.is_row, (float *)(uintptr_t)r.inputs);
-      multiply(&r, from_split ? PLANES : m->bits == 8 ? WHOLE : NIBBLES, form.is_block, tile->tokens);
+      multiply(&r, is_split ? split : NULL, m->bits, form.is_block, tile->tokens);
       sums += tokens;
     }
   }
@@ -308,7 +312,7 @@ static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, c
 
 static void panel(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tile,
                   float (*out)[ZQ_PANEL]) {
-  panel_tiles(m, at, blocks, tile, 1, tile->tokens > 1 ? at + AHEAD : NULL, out);
+  panel_tiles(m, at, blocks, tile, 1, at + (tile->tokens > 1 ? AHEAD_OF_MANY : AHEAD_OF_ONE), out);
 }
 
 #endif

@@ -152,11 +152,9 @@ int64_t zq_scratch_bytes(int64_t tokens, int64_t columns) {
   return tokens * num_blocks(columns) * (ZQ_BLOCK + 8) + tokens * (columns + 64) * 4 + 256;
 }
 
-/* Tokens of the tile that begins at `first` of `count`: 8, and for the rest 4, 2, 1. */
+/* Tokens of the tile that begins at `first` of `count`: all, or as many as a tile holds. */
 static int tile_tokens(int64_t first, int64_t count) {
-  int size = ZQ_MOST_TOKENS;
-  while (first + size > count) size /= 2;
-  return size;
+  return (int)(count - first < ZQ_MOST_TOKENS ? count - first : ZQ_MOST_TOKENS);
 }
 
 int zq_tile_tokens(int64_t first, int64_t count) { return tile_tokens(first, count); }
@@ -164,10 +162,8 @@ int zq_tile_tokens(int64_t first, int64_t count) { return tile_tokens(first, cou
 static void activations_part(const team *t, int64_t from, int64_t to) {
   const products *p = t->job;
   for (int64_t token = from; token < to; token++) {
-    int64_t first = 0;
-    int size = tile_tokens(0, p->tokens);
-    while (first + size <= token) first += size, size = tile_tokens(first, p->tokens);
-    int64_t at = first * p->blocks + (token - first);
+    const int64_t first = token / ZQ_MOST_TOKENS * ZQ_MOST_TOKENS, at = first * p->blocks + (token - first);
+    const int size = tile_tokens(first, p->tokens);
     levels[active]->activations(p->x + token * p->columns, p->columns, p->blocks, p->codes + at * ZQ_BLOCK, p->scales + at,
                                 p->sums + at, size);
   }
@@ -207,7 +203,7 @@ static void product_panel(const products *p, const zq_matrix *m, int64_t panel, 
 /* Tokens that a panel meets at once: as many as have their activations in the second-level cache. */
 static int64_t token_block(const products *p) {
   int64_t fitting = ACTIVATION_BYTES / (p->blocks * (ZQ_BLOCK + 8)) / ZQ_MOST_TOKENS;
-  return ZQ_MOST_TOKENS * (fitting < 2 ? 2 : fitting > ZQ_MOST_TILES - 3 ? ZQ_MOST_TILES - 3 : fitting); /* 4 + 2 + 1 */
+  return ZQ_MOST_TOKENS * (fitting < 1 ? 1 : fitting > ZQ_MOST_TILES ? ZQ_MOST_TILES : fitting);
 }
 
 /* Panels [from, to), counted over all matrices. */
