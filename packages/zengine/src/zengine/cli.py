@@ -150,7 +150,16 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", default="", metavar="HOSTS", help="hosts and devices to leave out")
     parser.add_argument("--master-addr", default="", help="rendezvous host; default: the first host")
     parser.add_argument("--master-port", type=positive, default=29500, help="rendezvous port; default: 29500")
-    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process fails; default: 0")
+    parser.add_argument(
+        "--max-restarts", type=int, default=None, help="restarts after a process fails; default: 0, elastic: 100"
+    )
+    parser.add_argument(
+        "--elastic",
+        default="",
+        metavar="MIN:MAX",
+        help="hosts may come and go; run this command on each of them, with the same --master-addr",
+    )
+    parser.add_argument("--job-id", default="zengine", metavar="NAME", help="elastic: name that the hosts share")
     parser.add_argument("--module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("script", help="script to run")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from zengine.cli import main
+from zengine.commands import CommandError
 from zengine.commands.run import commands, variables
 
 SCRIPT = """
@@ -76,11 +77,12 @@ def test_what_is_wrong_is_said_with_status_1(
 
 
 def asked(**given: object) -> argparse.Namespace:
-    texts = dict.fromkeys(("hostfile", "include", "exclude", "master_addr"), "")
+    texts = dict.fromkeys(("hostfile", "include", "exclude", "master_addr", "elastic"), "")
     numbers = {
         "nproc": 0,
         "master_port": 29500,
-        "max_restarts": 0,
+        "max_restarts": None,
+        "job_id": "zengine",
         "bind_cores": False,
         "keep_memory": False,
         "module": False,
@@ -94,6 +96,24 @@ def test_an_allocation_of_several_nodes_becomes_srun_once() -> None:
     assert (host, line[0]) == ("", "srun")
     ((_, inside),) = commands(asked(), {**slurm, "SLURM_STEP_ID": "0"}, "n1")
     assert "--standalone" in inside
+
+
+def test_hosts_of_an_elastic_job_share_one_list() -> None:
+    ((host, line),) = commands(asked(elastic="1:4", master_addr="a", nproc=2), {}, "here")
+    assert host == ""
+    assert {"--nnodes=1:4", "--nproc-per-node=2", "--max-restarts=100", "--rdzv-endpoint=a:29500"} <= set(line)
+    assert "--rdzv-id=zengine" in line
+    assert variables(asked(elastic="1:4"), {})["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    with pytest.raises(CommandError, match='--elastic "4:1" is not MIN:MAX, such as 1:4'):
+        commands(asked(elastic="4:1"), {}, "here")
+
+
+def test_an_elastic_job_of_a_hostfile_meets_at_its_first_host(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
+    lines = commands(asked(elastic="1:2", hostfile=str(tmp_path / "hosts"), max_restarts=3), {}, "a")
+    assert [host for host, _ in lines] == ["a", "b"]
+    for (_, line), nproc in zip(lines, (2, 4)):
+        assert {"--rdzv-endpoint=a:29500", f"--nproc-per-node={nproc}", "--max-restarts=3"} <= set(line)
 
 
 def test_modules_and_threads() -> None:

@@ -11,7 +11,14 @@ the exit status are torchrun's.  It adds:
   it by hosts joined with "@", each with device numbers or without: "worker-1@worker-2:0,2".  Prints the command of
   each host and, without `--dry-run`, starts that of this host.  It never logs in to a host: use your scheduler or a
   loop over ssh.
+- `--elastic MIN:MAX`: a job of that many hosts, which come and go.  Each host runs this command with the same
+  `--master-addr`, the host that keeps the list of hosts.  When one joins or is gone, torchrun ends the ranks and
+  starts them at the new world size; the script resumes from its newest checkpoint, which loads at any world size, and
+  the config's section `elasticity` keeps the batch size.
 - inside a SLURM allocation, outside a task: prints or starts the `srun` line for the whole job.
+
+Rejected for elastic jobs: an agent of our own.  torchrun's watches members by heartbeats, does not count restarts for
+a changed membership as failures, and is what schedulers know.
 
 Rejected: pdsh, MPI and ssh back-ends, which fail differently on every cluster.
 """
@@ -32,10 +39,12 @@ import attrs
 from zengine.commands import CommandError
 
 __all__ = [
+    "Elastic",
     "Host",
     "Launch",
     "commands",
     "default_nproc",
+    "elastic_of",
     "parse_hosts",
     "run",
     "select_hosts",
@@ -46,6 +55,10 @@ __all__ = [
 
 BOUND = "zengine.commands.bound"  # the module that binds a process to its cores and then runs the script
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # read by glibc, ignored by others
+# With torchrun's shared store a host that joins later waits for an address that rank 0 published in an earlier round.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# A host that sends no heartbeat for 10 s is gone; others are awaited for 5 s once there are enough.
+MEMBERSHIP = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
 _HOST_LINE = re.compile(r"(?P<name>[^\s#]+)\s+slots=(?P<slots>[1-9]\d*)$")
 
 
@@ -61,6 +74,16 @@ class Host:
     def uses_all(self) -> bool:
         """True if every device of the host is selected."""
         return len(self.devices) == self.slots
+
+
+@attrs.frozen
+class Elastic:
+    """Number of hosts of an elastic job."""
+
+    least: int
+    most: int
+    endpoint: str  # host:port that keeps the list of hosts
+    job: str  # name of the job there
 
 
 @attrs.frozen(kw_only=True)
@@ -99,12 +122,18 @@ def commands(arguments: argparse.Namespace, environ: Mapping[str, str], here: st
     launch = Launch(
         nproc=arguments.nproc or default_nproc(environ),
         port=arguments.master_port,
-        max_restarts=arguments.max_restarts,
+        max_restarts=max_restarts_of(arguments),
         binds_cores=arguments.bind_cores,
         script=(*(("-m",) if arguments.module else ()), arguments.script, *arguments.arguments),
     )
+    elastic = elastic_of(arguments)
+    if elastic is not None and not arguments.hostfile:
+        return [("", elastic_line(launch, elastic))]
     if arguments.hostfile:
         hosts = _hosts(arguments)
+        if elastic is not None:
+            joint = attrs.evolve(elastic, endpoint=f"{arguments.master_addr or hosts[0].name}:{launch.port}")
+            return [(host.name, elastic_line(launch, joint, host)) for host in hosts]
         master = arguments.master_addr or hosts[0].name
         return [
             (host.name, torchrun_line(launch, host=host, index=index, num_hosts=len(hosts), master=master))
@@ -123,6 +152,8 @@ def variables(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict
     wanted = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}
     if arguments.keep_memory:
         wanted |= KEEP_MEMORY
+    if arguments.elastic:
+        wanted |= OWN_STORE
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
@@ -139,6 +170,37 @@ def torchrun_line(
     else:
         line += [f"--nnodes={num_hosts}", f"--node-rank={index}"]
         line += [f"--master-addr={master}", f"--master-port={launch.port}"]
+    line += ["-m", BOUND, *launch.script] if launch.binds_cores else [*launch.script]
+    if host is not None and not host.uses_all:
+        return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.devices))}", *line]
+    return line
+
+
+def elastic_of(arguments: argparse.Namespace) -> Elastic | None:
+    """Return the numbers of hosts of `--elastic MIN:MAX`; None without it.  Raises CommandError."""
+    if not arguments.elastic:
+        return None
+    match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", arguments.elastic)
+    if match is None or int(match[1]) > int(match[2]):
+        raise CommandError(f'--elastic "{arguments.elastic}" is not MIN:MAX, such as 1:4: numbers of hosts')
+    endpoint = f"{arguments.master_addr or 'localhost'}:{arguments.master_port}"
+    return Elastic(int(match[1]), int(match[2]), endpoint, arguments.job_id)
+
+
+def max_restarts_of(arguments: argparse.Namespace) -> int:
+    """Return the restarts after a failure; by default an elastic job outlives many."""
+    given: int | None = arguments.max_restarts
+    return (100 if arguments.elastic else 0) if given is None else given
+
+
+def elastic_line(launch: Launch, elastic: Elastic, host: Host | None = None) -> list[str]:
+    """Return the torchrun command of one host of an elastic job."""
+    nproc = launch.nproc if host is None else len(host.devices)
+    line = [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={elastic.least}:{elastic.most}"),
+        *(f"--nproc-per-node={nproc}", f"--max-restarts={launch.max_restarts}", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint={elastic.endpoint}", f"--rdzv-id={elastic.job}", f"--rdzv-conf={MEMBERSHIP}"),
+    ]
     line += ["-m", BOUND, *launch.script] if launch.binds_cores else [*launch.script]
     if host is not None and not host.uses_all:
         return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.devices))}", *line]
