@@ -110,6 +110,12 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # layers with adapters are gathered to be merged
     "adapters/merging.py": {"zpartition": {"gathered", "is_gathered"}},
+    # rank 0 writes adapters
+    "adapters/files.py": {
+        "zcomm": {"group_rank", "group_size"},
+        "zpartition": {"gathered"},
+        "zckpt": {"interchange.read_weights"},
+    },
     # products with quantized weights
     "inference/": {
         "zprecision": {

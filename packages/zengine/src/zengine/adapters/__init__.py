@@ -7,6 +7,7 @@ PEFT's LoRA works through the same functions.
 """
 
 from zengine.adapters.config import LoRAConfig, QuantizationConfig
+from zengine.adapters.files import load_adapters, save_adapters
 from zengine.adapters.lora import LoRALinear, add_lora
 from zengine.adapters.merging import adapters_disabled, merge_lora, merged_weight, merged_weights
 
@@ -16,7 +17,9 @@ __all__ = [
     "QuantizationConfig",
     "adapters_disabled",
     "add_lora",
+    "load_adapters",
     "merge_lora",
     "merged_weight",
     "merged_weights",
+    "save_adapters",
 ]

@@ -10,8 +10,9 @@ Rejected: two child layers, as in PEFT (a call and perhaps a gather more for eac
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from zengine.adapters.config import DEFAULT_TARGETS, LoRAConfig
 from zengine.adapters.update import Update
 
-__all__ = ["LoRALinear", "add_lora", "is_target", "linear_layers", "replace_layer", "select_layers"]
+__all__ = ["LoRALinear", "add_lora", "is_target", "linear_layers", "put_lora", "replace_layer", "select_layers"]
 
 _READERS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # use the weights of their children as tensors
 
@@ -114,14 +115,16 @@ def add_lora(module: nn.Module, config: LoRAConfig, *, dropout: float = 0.0) -> 
     for name, layer in layers:
         _check_rank(name, layer, config.lora_r)
     module.requires_grad_(False)
-    for name, layer in layers:
-        make = getattr(layer, "with_lora", None)  # of a quantized layer
-        if make is None:
-            made: nn.Module = LoRALinear(layer, config.lora_r, config.lora_alpha, dropout=dropout)
-        else:
-            made = make(config.lora_r, config.lora_alpha, dropout=dropout)
-        replace_layer(module, name, made)
+    for name, _ in layers:
+        put_lora(module, name, config.lora_r, config.lora_alpha, dropout=dropout)
     return [name for name, _ in layers]
+
+
+def put_lora(module: nn.Module, name: str, rank: int, alpha: float, *, dropout: float = 0.0) -> None:
+    """Put a layer with an adapter in the place of the linear layer `name`."""
+    layer = module.get_submodule(name)
+    make: Callable[..., nn.Module] = getattr(layer, "with_lora", functools.partial(LoRALinear, layer))
+    replace_layer(module, name, make(rank, alpha, dropout=dropout))
 
 
 def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -22,7 +22,7 @@ from zengine.adapters.lora import LoRALinear, replace_layer
 from zengine.adapters.update import Adapted, merge
 from zpartition import gathered, is_gathered
 
-__all__ = ["adapters_disabled", "merge_lora", "merged_weight", "merged_weights"]
+__all__ = ["adapters_disabled", "merge_lora", "merged_weight", "merged_weights", "without_adapters"]
 
 
 def merged_weight(layer: nn.Module) -> Tensor:
@@ -44,7 +44,7 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     found = [(name, layer, view) for name, layer in module.named_modules() if (view := adapted(layer)) is not None]
     if not found:
-        raise ValueError(_without_adapters(module))
+        raise ValueError(without_adapters(module))
     for name, layer, view in found:
         yield name, _merged(layer, view)
 
@@ -83,7 +83,7 @@ def merge_lora(module: nn.Module, *, dequantize: bool = False) -> list[str]:
     """
     found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, LoRALinear)]
     if not found:
-        raise ValueError(_without_adapters(module))
+        raise ValueError(without_adapters(module))
     for name, layer in found if not dequantize else ():
         if not isinstance(layer._parameters.get("weight"), Tensor):
             raise ValueError(
@@ -113,7 +113,7 @@ def _check_switches(module: nn.Module, own: Sequence[Adapted], others: Sequence[
     if any(getattr(config, "is_prompt_learning", False) for config in kinds):
         raise ValueError("PEFT's prompts are no layers: use the model's own `with model.disable_adapter():`")
     if not own and not others:
-        raise ValueError(_without_adapters(module))
+        raise ValueError(without_adapters(module))
     if any(getattr(layer, "merged", False) for layer in others):
         raise ValueError(
             "PEFT has merged its adapters into the weights: call model.unmerge_adapter() first. "
@@ -121,7 +121,8 @@ def _check_switches(module: nn.Module, own: Sequence[Adapted], others: Sequence[
         )
 
 
-def _without_adapters(module: nn.Module) -> str:
+def without_adapters(module: nn.Module) -> str:
+    """Return the message for a module without adapters."""
     return (
         f"{type(module).__name__} has no adapters: call add_lora(module, LoRAConfig(...)), or PEFT's get_peft_model()"
     )
