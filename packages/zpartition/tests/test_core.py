@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
 import zcomm
+import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy, shard
 
@@ -32,3 +36,79 @@ def test_counts_and_sums_are_of_all_ranks_and_names_of_this_one() -> None:
     assert run_ranks(_facts, 2, 0) == [names, names]
     first, second = run_ranks(_facts, 2, 2)
     assert sorted({*first, *second}) == names
+
+
+class WithOutside(nn.Module):
+    """A trained layer and others that no bucket holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def partition_of(model: nn.Module) -> zpartition.Partition:
+    return zpartition.shard(model, None, policy=ZeroPolicy())
+
+
+def give_gradients(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param)
+
+
+def test_gradients_outside_of_buckets_are_dropped_after_every_change_of_the_module() -> None:
+    model = WithOutside()
+    partition = partition_of(model)
+    changes = (
+        lambda: None,
+        lambda: setattr(model, "added", nn.Sequential(nn.Linear(2, 2))),
+        lambda: setattr(model, "added", nn.Sequential(nn.Linear(3, 3))),  # as many parameters and children
+        lambda: setattr(model.added, "0", nn.Linear(3, 3)),
+        lambda: model.added[0].register_parameter("scale", nn.Parameter(torch.ones(3))),
+        lambda: setattr(model.added[0], "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda: delattr(model, "frozen"),
+    )
+    for change in changes:
+        change()
+        inside = set(map(id, partition.params.values()))
+        outside = [param for param in model.parameters() if id(param) not in inside]
+        assert set(map(id, partition.parameters_outside())) == set(map(id, outside))
+        give_gradients(list(model.parameters()))
+        partition.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+    partition.close()
+
+
+def test_unwatched_and_watched_partitions_notice_a_moved_parameter_after_steps() -> None:
+    def watch(tensors: list[torch.Tensor]) -> Callable[[], bool]:
+        before = [tensor.data_ptr() for tensor in tensors]
+
+        def are_same() -> bool:
+            asked.append(len(tensors))
+            return [tensor.data_ptr() for tensor in tensors] == before
+
+        return are_same
+
+    for watches in (False, True):
+        model, asked = nn.Linear(4, 4), list[int]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        partition = zpartition.shard(model, optimizer, policy=ZeroPolicy())
+        if watches:
+            partition.watch_tensors = watch
+        for _ in range(3):
+            step(partition, model, optimizer)
+        assert len(asked) == (2 if watches else 0)  # the first step looks at each tensor
+        model.weight.data = model.weight.data.clone()
+        with pytest.raises(ValueError, match="weight no longer lives in the partition's memory"):
+            step(partition, model, optimizer)
+        partition.close()
+
+
+def step(partition: zpartition.Partition, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with partition.micro_step():
+        model(torch.ones(2, 4)).sum().backward()
+    partition.finish_gradients()
+    try:
+        partition.apply(optimizer.step)
+    finally:
+        partition.zero_grad()

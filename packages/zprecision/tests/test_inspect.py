@@ -293,6 +293,15 @@ def test_an_extra_of_any_real_dtype_and_of_no_dimension_is_taken(extra: Tensor) 
     assert inspect([], extra=extra).extra.tolist() == [3.0]
 
 
+@pytest.mark.parametrize("grads", [[], [random(5)]], ids=["no gradients", "gradients"])
+def test_numbers_are_extras_too(grads: list[Tensor]) -> None:
+    wide = 2.0**53 + 2.0
+    stats, calls = on_ranks([grads, [random(4)]], extra=(1.5, wide, 0), beside=torch.tensor(7.0))
+    assert [each.extra.tolist() for each in stats] == [[3.0, 2 * wide, 0.0]] * 2
+    assert [each.numbers for each in stats] == [(each.norm.item(), 3.0, 2 * wide, 0.0, 7.0) for each in stats]
+    assert (stats[0].extra.dtype, calls) == (torch.float64, [1, 1])
+
+
 def test_a_non_finite_extra_does_not_affect_the_step() -> None:
     stats = inspect([torch.ones(2)], extra=torch.tensor([math.nan]))
     assert stats.finite

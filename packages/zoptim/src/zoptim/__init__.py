@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zoptim.backends.native import use_level
     from zoptim.backends.select import Kernels, has_kernels, kernels
     from zoptim.backends.stats import GradStats, grad_stats, sum_of_squares
+    from zoptim.backends.watch import watch_tensors
     from zoptim.optimizers.build import make_optimizer
     from zoptim.optimizers.flat import FlatOptimizer
     from zoptim.optimizers.grad_scale import AcceptsGradScale, GradScaled, accept_grad_scale, supports_grad_scale
@@ -76,6 +77,7 @@ __all__ = [
     "sum_of_squares",
     "supports_grad_scale",
     "use_level",
+    "watch_tensors",
     *table.MODULE_BY_NAME,
 ]
 
@@ -85,6 +87,7 @@ _NAMES_IN = {
     "backends.native": "use_level",
     "backends.select": "Kernels has_kernels kernels",
     "backends.stats": "GradStats grad_stats sum_of_squares",
+    "backends.watch": "watch_tensors",
     "optimizers.build": "make_optimizer",
     "optimizers.flat": "FlatOptimizer",
     "optimizers.grad_scale": "AcceptsGradScale GradScaled accept_grad_scale supports_grad_scale",

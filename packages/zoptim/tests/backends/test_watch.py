@@ -300,3 +300,42 @@ def test_a_low_precision_weight_that_moves_is_written_where_it_is() -> None:
         optimizer.step()
         assert torch.equal(before, kept)
         assert torch.equal(weight.data, master.detach().bfloat16())
+
+
+def replace_data(tensor: Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def transpose_data(tensor: Tensor) -> None:
+    tensor.data = tensor.data.t()
+
+
+def use_other_memory(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.set_(torch.full((3, 4), 3.0))
+
+
+def grow_storage(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(2**20)
+
+
+@pytest.mark.parametrize("move", [replace_data, transpose_data, use_other_memory, grow_storage])
+def test_a_watched_tensor_that_moves_or_is_transposed_is_noticed(reader: str, move: Callable[[Tensor], None]) -> None:
+    tensors: list[Tensor] = [torch.nn.Parameter(torch.ones(3, 4)), torch.ones(5), torch.ones(0)]
+    are_in_place = zoptim.watch_tensors(tensors)
+    with torch.no_grad():
+        tensors[0].mul_(2)
+    tensors[0].grad = torch.ones(3, 4)
+    assert are_in_place() == reader.startswith("words")  # the others cannot tell
+    move(tensors[0])
+    assert not are_in_place()
+
+
+def test_what_is_watched_stays_alive() -> None:
+    tensors = [torch.ones(3), torch.ones(4)]
+    ref = weakref.ref(tensors[1])
+    are_in_place = zoptim.watch_tensors(tensors)
+    del tensors
+    gc.collect()
+    assert ref() is not None
+    assert are_in_place()

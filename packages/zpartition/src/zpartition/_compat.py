@@ -31,6 +31,7 @@ __all__ = [
     "run_backward",
     "running_node",
     "swap",
+    "tables_of",
     "tree_flatten",
     "tree_map_only",
     "truncated_normal_through",
@@ -106,14 +107,23 @@ def draw_one() -> None:
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters of all submodules, a tied one more than once, in a fraction of `module.parameters()`."""
-    modules, seen, params = [module], {id(module)}, list[torch.nn.Parameter | None]()
+    params = [param for current in _modules_of(module) for param in current._parameters.values()]
+    return [param for param in params if param is not None]
+
+
+def tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts of all submodules that hold their parameters and children."""
+    return [table for current in _modules_of(module) for table in (current._parameters, current._modules)]
+
+
+def _modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    modules, seen = [module], {id(module)}
     for current in modules:
-        params += current._parameters.values()
         for child in current._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)
-    return [param for param in params if param is not None]
+    return modules
 
 
 def storage_key(tensor: torch.Tensor) -> int:

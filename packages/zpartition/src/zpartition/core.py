@@ -7,8 +7,10 @@ that none of them imports the class that calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
 
 import attrs
 import torch
@@ -17,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
-from zpartition._compat import parameters_of
+from zpartition._compat import parameters_of, tables_of
 from zpartition.gradients.bucket import NonFiniteProbe
 from zpartition.gradients.launch_order import LaunchClock
 from zpartition.gradients.reducer import GradientReducer
@@ -61,6 +63,54 @@ def make_reducer(
     return reducer
 
 
+AreInPlace = Callable[[], bool]  # returns True only if tensors are where they were, in the same layout
+WatchTensors = Callable[[list[Tensor]], AreInPlace]  # takes less time than asking each; see zoptim.watch_tensors
+Watch = tuple[Sequence[Storage], AreInPlace]  # the function is about the parameters of the storages
+
+
+def watch_nothing(tensors: list[Tensor]) -> AreInPlace:
+    """Watch no tensor: they may have moved."""
+    return lambda: False
+
+
+UNWATCHED: Watch = (), watch_nothing([])
+
+
+@final
+@attrs.frozen(eq=False)
+class OutsideParameters:
+    """Parameters of a module that no gradient bucket holds.
+
+    A walk through the modules takes longer than everything else at the end of a step, so they are found anew only if
+    a module or a parameter was added, replaced or removed since.
+    """
+
+    reducer: GradientReducer | None  # of the buckets
+    params: Sequence[Parameter]
+    tables: Sequence[dict[str, Any]]  # parameters and children of all submodules
+    found: Sequence[Any]  # what was in them
+
+    @classmethod
+    def of(cls, module: nn.Module, reducer: GradientReducer) -> OutsideParameters:
+        """Find the parameters of `module`."""
+        inside = {id(param) for gradient in reducer.gradients for param in gradient.params}
+        tables = tables_of(module)
+        outside = [param for param in parameters_of(module) if id(param) not in inside]
+        return cls(reducer, outside, tables, _values(tables))
+
+    def is_current(self) -> bool:
+        """Return whether the modules have the same parameters and children."""
+        now = _values(self.tables)
+        return len(now) == len(self.found) and all(map(operator.is_, now, self.found))
+
+
+NOTHING_OUTSIDE = OutsideParameters(None, (), (), ())  # not searched yet
+
+
+def _values(tables: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable([table.values() for table in tables]))
+
+
 @attrs.define(eq=False)
 class PartitionState:
     """Flat buffers, gradients and hooks of one module on this rank.
@@ -87,6 +137,9 @@ class PartitionState:
     speculative_step: SpeculativeStep = NO_SPECULATION  # steps buckets on the host before `Partition.apply` is called
     mp_group: ModelParallelGroup = ALONE  # ranks that hold the other parts of split tensors
     pipeline_stages: ModelParallelGroup = ALONE  # ranks that hold the other stages of a pipeline
+    watch_tensors: WatchTensors = watch_nothing  # see `Watch`
+    watch: Watch = UNWATCHED
+    outside: OutsideParameters = NOTHING_OUTSIDE
 
     @property
     def whole(self) -> list[BucketStorage]:
@@ -159,6 +212,12 @@ class PartitionState:
 
     # -- gradients -------------------------------------------------------------------------------
 
+    def parameters_outside(self) -> Sequence[Parameter]:
+        """Parameters of the module whose gradients no bucket takes: frozen and unoptimized ones."""
+        if self.outside.reducer is not self.reducer or not self.outside.is_current():
+            self.outside = OutsideParameters.of(self.module, self.reducer)
+        return self.outside.params
+
     @property
     def non_finite_probe(self) -> NonFiniteProbe:
         """Non-finite probe: once it is on, names the first parameter of this rank whose gradient was not finite."""
@@ -197,12 +256,10 @@ class PartitionState:
     def drop_plain_gradients(self) -> None:
         """Drop such gradients, and those of parameters that are not partitioned; gradients of micro-steps stay."""
         self.reducer.plain.clear()
-        owned = {id(param) for gradient in self.reducer.gradients for param in gradient.params}
         for gradient in self.reducer.gradients:
             gradient.drop_plain()
-        for param in parameters_of(self.module):
-            if id(param) not in owned:
-                param.grad = None
+        for param in self.parameters_outside():
+            param.grad = None
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (parameter name, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""
@@ -213,8 +270,9 @@ class PartitionState:
 
     def is_counted(self, bucket: Bucket) -> bool:
         """Return whether a sum over all ranks includes this rank's gradient of `bucket`; see `sum_over_shards`."""
-        is_first = not self.layout.is_expert_sharded or self.rank // bucket.num_expert_shards < bucket.num_shards
-        return bucket.copy == 0 and is_first
+        if bucket.copy:
+            return False
+        return self.rank // bucket.num_expert_shards < bucket.num_shards or not self.layout.is_expert_sharded
 
     def sum_over_shards(self, vector: torch.Tensor, *, num_of_model: int = 1) -> None:
         """All-reduce (sum) statistics whose first element is a sum over this rank's gradients.
@@ -223,6 +281,8 @@ class PartitionState:
         `num_of_model` elements are also summed over model-parallel ranks and pipeline stages (model_parallel.py), on
         which the rest is equal.
         """
+        if self.layout.world_size == self.mp_group.size == self.pipeline_stages.size == 1:
+            return
         if self.rank >= self.layout.num_shards and not self.layout.is_expert_sharded:
             vector[:1].zero_()  # `vector[0] = 0.0` would copy from the host, and wait for the device
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take

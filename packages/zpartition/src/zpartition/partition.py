@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import attrs
@@ -28,8 +28,7 @@ from torch import nn
 
 import zcomm
 from zpartition import unfreeze as unfreezing
-from zpartition._compat import parameters_of
-from zpartition.core import PartitionState, Unused, make_reducer
+from zpartition.core import NOTHING_OUTSIDE, UNWATCHED, PartitionState, Unused, make_reducer
 from zpartition.deferred.init import Deferred, suspend_init
 from zpartition.estimate.memory import count_bytes
 from zpartition.gradients.bucket import BucketPhase
@@ -44,7 +43,7 @@ from zpartition.offload.offload_states import OffloadedStates, offload_all
 from zpartition.ownership import acquire_ownership, one_device, release_ownership
 from zpartition.state import optimizer_state as state
 from zpartition.state import shape_aware as shapes
-from zpartition.state.unused import partial_update, preserve_unused
+from zpartition.state.unused import have_own_counts, partial_update, preserve_unused
 from zpartition.unfreeze import UnfreezeSync
 from zpartition.weight_shards import refine_masters, saved_shards, shards_to_fill
 from zpartition.weights.hooks import UnshardHooks
@@ -240,7 +239,8 @@ class Partition(PartitionState):
         self.offload_manager.mover.wait_host()
         self.speculative_step.join()
         for storage, gradient in zip(self.storages, kept):
-            storage.master.grad = gradient.to(storage.master.dtype)
+            master = storage.master
+            master.grad = gradient if gradient.dtype is master.dtype else gradient.to(master.dtype)
         return [gradient for storage, gradient in zip(self.storages, kept) if self.is_counted(storage.bucket)]
 
     def apply(self, step: Callable[[], object], *, any_unused: bool = False) -> None:
@@ -254,13 +254,7 @@ class Partition(PartitionState):
         """
         # 1. Check that nothing is offloaded, moved, written to while sharded, or unfrozen in the meantime.
         self.check_resident()
-        for storage in self.storages:
-            if name := storage.moved():
-                raise ValueError(
-                    f"parameter {name} no longer lives in the partition's memory: module.to(), .half(), .float() or "
-                    "an assignment to .data moved or transposed it after shard(). Convert the module first, then "
-                    "partition it."
-                )
+        self._check_in_place()
         self.unsharder.check_unwritten()
         unfreezing.check_frozen(self)
         # 2. Agree on unused parameters, which keep weights and states.
@@ -305,7 +299,8 @@ class Partition(PartitionState):
             handles.append(storage.gather(group, self.policy.gather_numel, self.reducer.pool))
         for handle in handles:
             handle.wait()
-        self.replicated.broadcast_buffers()
+        if not self.is_alone:
+            self.replicated.broadcast_buffers()
 
     def average(self, averaging: Averaging) -> None:
         """Turn sums over ranks into means by `averaging` from now on; all ranks call.
@@ -326,9 +321,8 @@ class Partition(PartitionState):
         self.unsharder.end_step()
         for storage in self.storages:
             storage.master.grad = None
-        for param in parameters_of(self.module):
-            if param.grad is not None:
-                param.grad = None
+        for param in self.parameters_outside():
+            param.grad = None
 
     @contextmanager
     def zero_grad_on_exit(self) -> Iterator[None]:
@@ -367,6 +361,7 @@ class Partition(PartitionState):
                     stack.callback(step)
         finally:
             self.storages, self.frozen, self.holders, self.params = (), (), (), {}
+            self.watch, self.outside = UNWATCHED, NOTHING_OUTSIDE
 
     # -- offloaded states --------------------------------------------------------------------------
 
@@ -441,9 +436,28 @@ class Partition(PartitionState):
 
     # -- helpers ---------------------------------------------------------------------------------
 
+    def _check_in_place(self) -> None:
+        """Raise ValueError if a parameter was moved; looks at each unless the watch shows that none was."""
+        watched, are_in_place = self.watch
+        if watched is self.storages and are_in_place():
+            return
+        for storage in self.storages:
+            if name := storage.moved():
+                raise ValueError(
+                    f"parameter {name} no longer lives in the partition's memory: module.to(), .half(), .float() or "
+                    "an assignment to .data moved or transposed it after shard(). Convert the module first, then "
+                    "partition it."
+                )
+        whole = self.whole
+        if len(whole) == len(self.storages):  # weights of units move in every step
+            tensors = [tensor for storage in whole for tensor in (storage.flat, *storage.params)]
+            self.watch = self.storages, self.watch_tensors(tensors)
+
     def _preserving_unused(self, names: frozenset[str], group: Sequence[int]) -> AbstractContextManager[None]:
         """Wrap the update of these buckets: parameters in `names` keep weights and state, others count their own."""
         holders = self.holders if self.updates_parameters else [self.holders[index] for index in group]
+        if not names and not have_own_counts(self.optimizer, holders):
+            return nullcontext()
         if self.optimizer is not None and not self.updates_parameters and not shapes.accepts_cuts(self.optimizer):
             return partial_update(self.optimizer, holders, names)
         return preserve_unused(

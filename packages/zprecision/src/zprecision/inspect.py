@@ -42,16 +42,37 @@ from zprecision.backends.squares import sum_of_squares
 _ROW = 1024  # elements of a row of a float64 sum; part of the result's bits
 _NORM_ROW = 128  # elements of a row of a float32 norm, a divisor of _ROW; part of the result's bits
 _SECOND_READ_SCALE = 2.0**-540  # squares of 2**1024 become 2**968, those of 2**59 stay normal numbers
+_CPU = torch.device("cpu")
 
 
 @attrs.frozen(eq=False)
 class GradientStats:
     """Results of one inspection; equal on all ranks that share the all_reduce."""
 
-    norm: Tensor  # () float64: L2 over all shards of all ranks, still scaled; inf or NaN if any element is
-    found_inf: Tensor  # () float32: 1 if any element on any rank is infinite or NaN, else 0
-    extra: Tensor  # (k,) float64: the argument `extra`, summed over ranks
     numbers: tuple[float, ...]  # norm, extra and `beside` on the host, read in the one wait for the device
+    num_extra: int = 0  # how many of them are `extra`
+    device: torch.device = _CPU  # of the tensors below
+    _tensors: tuple[Tensor, Tensor, Tensor] | None = None  # these; None: made from `numbers` when asked for
+
+    @property
+    def norm(self) -> Tensor:
+        """() float64: L2 over all shards of all ranks, still scaled; inf or NaN if any element is."""
+        return self._made(self.numbers[0], torch.float64) if self._tensors is None else self._tensors[0]
+
+    @property
+    def found_inf(self) -> Tensor:
+        """() float32: 1 if any element on any rank is infinite or NaN, else 0."""
+        return self._made(float(not self.finite), torch.float32) if self._tensors is None else self._tensors[1]
+
+    @property
+    def extra(self) -> Tensor:
+        """(k,) float64: the argument `extra`, summed over ranks."""
+        if self._tensors is None:
+            return torch.tensor(self.numbers[1 : 1 + self.num_extra], dtype=torch.float64, device=self.device)
+        return self._tensors[2]
+
+    def _made(self, number: float, dtype: torch.dtype) -> Tensor:
+        return torch.scalar_tensor(number, dtype=dtype, device=self.device)
 
     @property
     def finite(self) -> bool:
@@ -67,7 +88,7 @@ def inspect(
     grads: Sequence[Tensor],
     *,
     all_reduce: Callable[[Tensor], object] = _no_reduction,
-    extra: Tensor | None = None,
+    extra: Tensor | Sequence[float] | None = None,
     beside: Tensor | None = None,
     squares: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> GradientStats:
@@ -78,7 +99,7 @@ def inspect(
         all_reduce needs its device. A non-contiguous tensor is copied first.
     all_reduce: sums a 1-D float64 tensor over the ranks in place; called once, and once more if the first sum is not
         finite.
-    extra: (k,) or () real; summed over the ranks in the same call. Does not affect found_inf.
+    extra: (k,) or () real, or k numbers; summed over the ranks in the same call. Does not affect found_inf.
     beside: (k,) or () real on the device; numbers of this rank, read with the others in the same wait.
     squares: sums the squares of this rank's 1-D gradients, () float64, in place of the kernel or torch
         (zoptim.sum_of_squares); the norm then has its bits.
@@ -86,8 +107,10 @@ def inspect(
     Waits for the device once. Raises TypeError or ValueError with the index of an invalid gradient.
     """
     shards = _flat(grads)
+    if shards and type(shards[0]) is Tensor and shards[0].device.type == "cpu":
+        return _inspect_on_host(shards, all_reduce, extra, beside, squares)
     with torch.no_grad():
-        extra_sums = torch.empty(0) if extra is None else extra.detach().reshape(-1)
+        extra_sums = _vector(extra).detach().reshape(-1)
         device = grads[0].device if grads else extra_sums.device
         own = _own_squares(shards, device) if squares is None else squares(shards).view(1)
         vector = torch.cat([own.to(device), extra_sums.to(device, torch.float64)])
@@ -105,7 +128,45 @@ def inspect(
             norm = own[0].sqrt() / _SECOND_READ_SCALE
             length = norm.item()
         found_inf = torch.full((), float(not math.isfinite(length)), device=device)
-    return GradientStats(norm, found_inf, vector[1:], (length, *others))
+    return GradientStats((length, *others), len(extra_sums), device, (norm, found_inf, vector[1:]))
+
+
+def _inspect_on_host(
+    shards: list[Tensor],
+    all_reduce: Callable[[Tensor], object],
+    extra: Tensor | Sequence[float] | None,
+    beside: Tensor | None,
+    squares: Callable[[Sequence[Tensor]], Tensor] | None,
+) -> GradientStats:
+    """Do the work of `inspect` for non-empty gradients on the CPU: the same numbers, with one small tensor."""
+    own = _own_squares(shards, _CPU) if squares is None else squares(shards)
+    sums = [own.item(), *_numbers(extra)]
+    if all_reduce is not _no_reduction:
+        vector = torch.tensor(sums, dtype=torch.float64)
+        all_reduce(vector)
+        sums = vector.tolist()
+    if math.isfinite(sums[0]):
+        norm = math.sqrt(sums[0])
+    else:  # see [Note: second read]
+        total = _total(_exact_squares(shards, _SECOND_READ_SCALE), _CPU)
+        all_reduce(total)
+        norm = (total[0].sqrt() / _SECOND_READ_SCALE).item()
+    return GradientStats((norm, *sums[1:], *_numbers(beside)), len(sums) - 1)
+
+
+def _vector(values: Tensor | Sequence[float] | None) -> Tensor:
+    """Return numbers as a tensor."""
+    return (
+        values if isinstance(values, Tensor) else torch.tensor(() if values is None else values, dtype=torch.float64)
+    )
+
+
+def _numbers(values: Tensor | Sequence[float] | None) -> Sequence[float]:
+    """Return numbers on the host."""
+    if isinstance(values, Tensor):
+        found: list[float] = values.detach().reshape(-1).tolist()
+        return found
+    return () if values is None else values
 
 
 def merge_stats(stats: Sequence[GradientStats], device: torch.device) -> GradientStats:
@@ -113,7 +174,8 @@ def merge_stats(stats: Sequence[GradientStats], device: torch.device) -> Gradien
     norms = torch.stack([each.norm.to(device) for each in stats])
     found = torch.stack([each.found_inf.to(device) for each in stats])
     norm = norms[0] if len(stats) == 1 else norms.square().sum().sqrt()
-    return GradientStats(norm, found.amax(), stats[0].extra.to(device), (norm.item(), *stats[0].numbers[1:]))
+    tensors = norm, found.amax(), stats[0].extra.to(device)
+    return GradientStats((norm.item(), *stats[0].numbers[1:]), len(tensors[2]), device, tensors)
 
 
 def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
@@ -164,6 +226,8 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> NonFiniteGradient | 
 
 def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
     """Flatten the non-empty gradients into 1-D views (copies where no view is possible)."""
+    if all(map(_is_flat, grads)):
+        return [grad for grad in grads if grad.numel()]
     for index, grad in enumerate(grads):
         if not isinstance(grad, Tensor):
             raise TypeError(f"inspect: gradient {index} is a {type(grad).__name__}; leave it out of the list")
@@ -182,6 +246,17 @@ def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
                 " inspect each device separately and merge with merge_stats()"
             )
     return [grad.detach().reshape(-1) for grad in grads if grad.numel()]
+
+
+def _is_flat(grad: object) -> bool:
+    """Return whether `grad` is 1-D, on the CPU, and needs no further check."""
+    return (
+        type(grad) is Tensor
+        and grad.is_cpu
+        and grad.dim() == 1
+        and grad.dtype in checks.FLOATING
+        and not (grad.requires_grad or grad.layout is not torch.strided)
+    )
 
 
 def _own_squares(shards: list[Tensor], device: torch.device) -> Tensor:

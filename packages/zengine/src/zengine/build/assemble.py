@@ -93,6 +93,7 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     if client.optimizer is not None and optimizer is not None:
         _check_narrow_states(optimizer, plan)
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=groups.gradient(), device=world.device)
+    partition.watch_tensors = zoptim.watch_tensors
     try:
         if plan.parallel.degrees.tensor > 1:
             check_copies(partition, groups)
@@ -338,17 +339,25 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
         zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=3)
     )
 
-    def inspect(grads: Sequence[Tensor], *, extra: Tensor, beside: Tensor) -> zprecision.GradientStats:
-        devices = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]
-        found = []
+    def inspect(
+        grads: Sequence[Tensor], *, extra: Tensor | Sequence[float], beside: Tensor
+    ) -> zprecision.GradientStats:
+        devices = list(dict.fromkeys([grad.device for grad in grads])) or [partition.device]
+        if devices == [partition.device]:
+            return inspect_one(grads, extra=extra, beside=beside, squares=_squares_on(devices[0]))
+        found: list[zprecision.GradientStats] = []
         for device in devices:
-            squares = zoptim.sum_of_squares if zoptim.has_kernels(device) else None
-            numbers = [each.to(device) if device == devices[0] else None for each in (extra, beside)]
+            numbers = (None, None) if found else (extra, beside.to(device))
             here = [grad for grad in grads if grad.device == device]
-            found.append(inspect_one(here, extra=numbers[0], beside=numbers[1], squares=squares))
-        return found[0] if devices == [partition.device] else zprecision.merge_stats(found, partition.device)
+            found.append(inspect_one(here, extra=numbers[0], beside=numbers[1], squares=_squares_on(device)))
+        return zprecision.merge_stats(found, partition.device)
 
     return inspect
+
+
+def _squares_on(device: torch.device) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """Return zoptim's sum of squares; None if it has no kernels for `device`."""
+    return zoptim.sum_of_squares if zoptim.has_kernels(device) else None
 
 
 def make_divisor(

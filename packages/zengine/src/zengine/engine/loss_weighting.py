@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 import attrs
@@ -132,13 +132,15 @@ class StepLoss:
         """Return True if the losses of this rank are finite, or unknown.  Waits for the device."""
         return self.kind is Kind.UNSEEN or math.isfinite(self.loss)
 
-    def statistics(self, drift: float | Tensor, num_late: int, num_unused: int) -> Tensor:
+    def statistics(self, drift: float | Tensor, num_late: int, num_unused: int) -> Tensor | Sequence[float]:
         """Return numbers to sum over ranks: drift, late buckets, unused parameters, mean loss, weight, 1 if weighted.
 
-        (6,) float64 on the device.
+        (6,) float64 on the device; on CPUs numbers, if all are.
         """
         is_weighted = self.kind is Kind.WEIGHTED
         values = (drift, num_late, num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
+        if self.device.type == "cpu" and not any(isinstance(each, Tensor) for each in values):
+            return values  # type: ignore[return-value]  # no tensor is among them
         numbers = [0.0 if isinstance(each, Tensor) else each for each in values]
         # A copy from pageable memory would wait for everything that the device has to do.
         row = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")

@@ -235,7 +235,9 @@ class Numbers:
 class Inspect(Protocol):
     """Inspects the gradients once; see `zprecision.inspect`."""
 
-    def __call__(self, grads: Sequence[Tensor], *, extra: Tensor, beside: Tensor) -> zprecision.GradientStats: ...
+    def __call__(
+        self, grads: Sequence[Tensor], *, extra: Tensor | Sequence[float], beside: Tensor
+    ) -> zprecision.GradientStats: ...
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -107,6 +107,7 @@ def _requests(reading: DataRead) -> list[list[int]]:
 # The places in the packages, by "module:function".
 DECISIONS: Mapping[str, Decide] = {
     "zprecision.inspect:inspect": _statistics,
+    "zprecision.inspect:_inspect_on_host": _statistics,
     "zprecision.inspect:merge_stats": _statistics,
     "zprecision.inspect:first_nonfinite": lambda reading: reading.own().random() < 0.5,  # this rank's shards
     "zprecision.scaling:at_floor": lambda reading: False,

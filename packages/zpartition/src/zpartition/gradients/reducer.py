@@ -129,6 +129,7 @@ class GradientReducer:
     most_bytes: int = 0  # expected maximum of buffers at the end of a backward
     factors: tuple[Factors, ...] = ()  # by bucket
     shared_numel: Mapping[torch.dtype, int] = attrs.field(factory=dict)  # of buffers that serve buckets in turn
+    _order_basis: tuple[object, ...] = ()  # what `order` follows from, at the last `expect_missing`
     _next: int = 0  # place in `order` of the next bucket to send
     _completed: dict[int, Position] = attrs.field(factory=dict)  # buckets in order of completion
 
@@ -217,7 +218,9 @@ class GradientReducer:
 
         names: the same on all ranks.
         """
-        if self.timing is Timing.FREE:
+        basis = (names, self.learnt, tuple(self.positions))
+        if self.timing is Timing.FREE and basis != self._order_basis:
+            self._order_basis = basis
             missing = {b.index for b, s in self.layout.slots() if s.name in names} if names else frozenset[int]()
             self.order = self._sorted(self.learnt, lambda gradient: gradient.bucket.index in missing)
 
@@ -408,6 +411,7 @@ class GradientReducer:
             if index in indices or gradient.rows is not None:
                 self.positions[index] = END
         self.order = self.learnt = self._sorted(order, lambda _: False)
+        self._order_basis = ()
 
     def _sorted(self, order: Iterable[int], is_last: Callable[[BucketGradient], bool]) -> tuple[int, ...]:
         """Return `order` by position; of equal ones those that are `is_last` behind, and sparse rows at the end."""

@@ -164,7 +164,8 @@ class OffloadManager:
 
         If the body raises, files do not change on any rank.
         """
-        masters = [storage.master for storage in storages]
+        hides_gradients = len(self.groups) != 1 or bool(stepped) or bool(self.disks)
+        masters = [storage.master for storage in storages if hides_gradients]
         gradients = [master.grad for master in masters]
         try:
             if self.disks:

@@ -32,11 +32,16 @@ from zpartition.state.counts import ALIKE, is_large, labels_of, number_of, numbe
 from zpartition.state.optimizer_state import Holder, begin_state, elements, is_coded, set_state_of, state_of
 from zpartition.state.shape_aware import segment_states
 
-__all__ = ["partial_update", "preserve_unused"]
+__all__ = ["have_own_counts", "partial_update", "preserve_unused"]
 
 _KEPT_KEY = "step_size"  # Rprop's starts at lr, not at zero
 
 UnusedPieces = Sequence[tuple[Holder, Piece]]
+
+
+def have_own_counts(optimizer: torch.optim.Optimizer | None, holders: Sequence[Holder]) -> bool:
+    """Return whether pieces of some holder have step counts of their own."""
+    return optimizer is not None and any(ALIKE in optimizer.state.get(holder.tensor, ()) for holder in holders)
 
 
 @contextmanager

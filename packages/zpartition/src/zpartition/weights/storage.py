@@ -67,6 +67,10 @@ class BucketStorage:
         return self.flat[self.span[0] : self.span[1]]
 
     @property
+    def _span_address(self) -> int:
+        return self.flat.data_ptr() + self.span[0] * self.flat.element_size()
+
+    @property
     def shares_master(self) -> bool:
         """True if the optimizer updates the module's own memory."""
         return self.master.data_ptr() == self.own_span.data_ptr()
@@ -83,6 +87,8 @@ class BucketStorage:
 
     def publish(self) -> None:
         """Cast the master into this rank's span of the module's weights."""
+        if self.placement is ON_DEVICE and self.master.data_ptr() == self._span_address:
+            return
         self.placement.publish(self.master, self.own_span)
 
     def gather(self, group: ProcessGroup | None, most_numel: int, pool: BufferPool) -> zcomm.Handle:
