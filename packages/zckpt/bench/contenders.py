@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import xxhash
 
 import zckpt
 from zckpt.format import chunks
@@ -87,6 +88,7 @@ class Raw(Contender):
             fd = os.open(self._path(lane), os.O_WRONLY | os.O_CREAT | self.direct, 0o666)
             for start in range(0, len(self.lanes[lane]), PIECE):
                 part = self.lanes[lane][start : start + PIECE]
+                self._written(lane, start, part)
                 if os.write(fd, part) != len(part):
                     raise OSError("a short write")
             os.fsync(fd)
@@ -104,25 +106,46 @@ class Raw(Contender):
                 part = self.lanes[lane][start : min(start + PIECE, last)]
                 if os.preadv(fd, [part], start) != len(part):
                     raise OSError("a short read")
+                self._was_read(lane, start, part)
             os.close(fd)
 
         def halves(lane: int) -> list[tuple[int, int]]:
             nbytes = len(self.lanes[lane])
-            return [(0, nbytes // 8192 * 4096), (nbytes // 8192 * 4096, nbytes)]
+            middle = nbytes // (2 * PIECE) * PIECE  # a piece is read as it was written
+            return [(0, middle), (middle, nbytes)]
 
         run([lambda lane=lane, part=part: read(lane, *part) for lane in range(2) for part in halves(lane)])
+
+    def _written(self, lane: int, start: int, piece: memoryview) -> None:
+        """Called before a piece is written."""
+
+    def _was_read(self, lane: int, start: int, piece: memoryview) -> None:
+        """Called after a piece was read."""
 
 
 class RawDirect(Raw):
     direct = os.O_DIRECT
 
 
+class RawHashed(RawDirect):
+    """The floor of a checkpoint that verifies: each piece is hashed while it is in memory anyway."""
+
+    def __init__(self, state: State, folder: Path, rank: int) -> None:
+        super().__init__(state, folder, rank)
+        self.hashes: dict[tuple[int, int], bytes] = {}  # by lane and start
+
+    def _written(self, lane: int, start: int, piece: memoryview) -> None:
+        self.hashes[lane, start] = xxhash.xxh3_64_digest(piece)
+
+    def _was_read(self, lane: int, start: int, piece: memoryview) -> None:
+        if self.hashes[lane, start] != xxhash.xxh3_64_digest(piece):
+            raise OSError("a piece is damaged")
+
+
 def run(jobs: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for job in [threads.submit(job) for job in jobs]:
+            job.result()
 
 
 class Ours(Contender):
@@ -216,6 +239,6 @@ class DeepSpeedSynced(DeepSpeed):
 
 
 CONTENDERS = {
-    "raw": Raw, "raw direct": RawDirect, "zckpt": Ours, "no hash": Unhashed, "first": First, "torch": Torch,
-    "DCP": DCP, "DeepSpeed": DeepSpeed, "DeepSpeed + fsync": DeepSpeedSynced,
+    "raw": Raw, "raw direct": RawDirect, "direct + hash": RawHashed, "zckpt": Ours, "no hash": Unhashed,
+    "first": First, "torch": Torch, "DCP": DCP, "DeepSpeed": DeepSpeed, "DeepSpeed + fsync": DeepSpeedSynced,
 }  # fmt: skip

@@ -9,6 +9,8 @@ barrier to the end of the last rank; the result is the median of the rounds.
     raw         one file for each of two threads per rank, 8 MiB at a time through the page cache, fsync of file and
                 folder; read by two threads per file, a half each, into allocated memory
     raw direct  the same with O_DIRECT
+    direct + hash  the same, and xxh3 of each 8 MiB is computed before it is written and compared after it was read:
+                the floor of a checkpoint that verifies what it writes ("of verified")
     zckpt       save() and Checkpoint.read() with defaults: durable on return, every byte hashed, in place
     no hash     save() without checksums, read(verify=False)
     first       read(verify="first"): verifies all bytes before it modifies a tensor
@@ -19,7 +21,8 @@ barrier to the end of the last rank; the result is the median of the rounds.
 
 Before a cold load, the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), as
 dropping all caches needs privileges; the host of a virtual machine may still cache them.  Before a warm load, every
-file is read through the page cache.  "of floor" compares with the faster of raw and raw direct.
+file is read through the page cache.  "of floor" compares with the faster of raw and raw direct, "of verified" with
+direct + hash.
 
 A background save is compared with one copy of the same tensors into allocated memory (torch, same threads): `blocked`
 is the duration of the call, `whole` the time until it is durable.  `extra` is the peak increase of a rank's resident
@@ -31,6 +34,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import shutil
@@ -193,15 +197,17 @@ def medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, flo
 
 
 def table(nbytes: int, middle: dict[str, dict[str, float]]) -> str:
-    lines = [
-        "| contender | save GB/s | of floor | cold load GB/s | of floor | warm load GB/s | extra MB a rank |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    ways = "save GB/s | of floor | of verified | cold load GB/s | of floor | of verified"
+    lines = [f"| contender | {ways} | warm load GB/s | extra MB a rank |", "|" + "---|" * 9]
     raw = [middle[name] for name in ("raw", "raw direct") if name in middle] or [next(iter(middle.values()))]
     floor = {way: min(each[way] for each in raw) for way in ("save", "load")}
+    verified = middle.get("direct + hash", {"save": math.nan, "load": math.nan})
     for name, each in middle.items():
         if "save" in each:
-            cells = [f"{nbytes / 1e9 / each[way]:.2f} | {floor[way] / each[way]:.2f}" for way in ("save", "load")]
+            cells = [
+                f"{nbytes / 1e9 / each[way]:.2f} | {floor[way] / each[way]:.2f} | {verified[way] / each[way]:.2f}"
+                for way in ("save", "load")
+            ]
             warm = f"{nbytes / 1e9 / each['warm']:.2f}"
             lines.append(f"| {name} | {' | '.join(cells)} | {warm} | {each['extra'] / 1e6:.0f} |")
     notes = []
