@@ -96,6 +96,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "checkpoint/huggingface.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce", "all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
+    # ranks agree on signals, and compare replicas
+    "features/signals.py": {"zcomm": {"all_reduce", "all_gather_object"}},
+    "features/replicas.py": {"zcomm": {"all_gather_object"}, "zpartition": {"state_shards"}},
+    # a failing rank tells the others
+    "build/failures.py": {"zcomm": {"CollectiveFailed", "RendezvousFailed", "abort", "detect", "failure", "init"}},
     # pipeline stages exchange the layers that they hold
     "features/named_layers.py": {"zcomm": {"all_gather_object"}},
     "features/random_ltd.py": {"zpartition": {"pipeline_stages_of"}},

@@ -95,6 +95,33 @@ def test_a_rank_that_diagnoses_ends_the_waits_of_the_others() -> None:
     assert first == second != ""
 
 
+def fails_with_all(is_common: bool) -> tuple[str, float]:
+    """Fail on both ranks, or on rank 1 alone; return the world's failure and the seconds of the call."""
+    total = torch.ones(1)
+    zcomm.all_reduce(total)
+    began_s = time.monotonic()
+    for _ in range(2):  # a failure that all ranks have leaves the world as it was
+        if is_common or dist.get_rank() == 1:
+            zcomm.abort("rank 1 cannot go on", unless_all=True)
+    took_s = time.monotonic() - began_s
+    if is_common:
+        zcomm.all_reduce(total)
+        assert total.item() == 4
+    else:
+        with pytest.raises(zcomm.CollectiveFailed, match="rank 1 cannot go on"):
+            zcomm.all_reduce(total)
+    return zcomm.failure(), took_s
+
+
+def test_a_failure_of_all_ranks_aborts_nothing_and_that_of_one_does() -> None:
+    for failure, took_s in run_ranks(fails_with_all, 2, True):
+        assert failure == ""
+        assert took_s < 1.5
+    for failure, took_s in run_ranks(fails_with_all, 2, False):
+        assert failure == "rank 1 cannot go on"
+        assert took_s < 8
+
+
 def test_alone_an_abort_does_nothing() -> None:
     zcomm.abort(REASON)
     zcomm.close_on_failure(None)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zengine.engine.engine import Engine
     from zengine.engine.feature import Feature
     from zengine.engine.nonfinite import LossScaleExhausted
+    from zengine.features.signals import StoppedBySignal
     from zengine.pipeline_engine import PipelineEngine
     from zengine.step_report import NonFiniteGradient, StepReport
 
@@ -45,6 +46,7 @@ __all__ = [
     "PipelineEngine",
     "RanksDisagree",
     "StepReport",
+    "StoppedBySignal",
     "add_config_arguments",
     "capture_step",
     "initialize",
@@ -65,6 +67,7 @@ _HOME_OF = {
     "PipelineEngine": "zengine.pipeline_engine",
     "RanksDisagree": "zengine.engine.drift",
     "StepReport": "zengine.step_report",
+    "StoppedBySignal": "zengine.features.signals",
     "capture_step": "zengine.captured_step",
 }
 

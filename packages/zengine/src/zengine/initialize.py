@@ -6,6 +6,8 @@
 4. Compare what the ranks were given, before anything relies on their agreement.
 5. Make the parts, and an engine around them.
 
+A rank that fails alone in any of these tells the others (build/failures.py).
+
 `import zengine` imports neither torch nor the parts; `initialize` does.  So `zengine --help` is fast.
 """
 
@@ -16,6 +18,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from zengine.imports import gc_paused, is_pipeline
@@ -116,21 +119,11 @@ def initialize(
         import torch
 
         from zengine.build.assemble import Client
+        from zengine.build.failures import telling_peers
         from zengine.build.groups import process_layout
         from zengine.build.mpu import groups_for_model
         from zengine.config import load, resolve
         from zengine.engine.module_attributes import warning_of_collisions
-    args, model, config = by_position(args, model, config)
-    source = pick_config(args, config, config_params)
-    model = _check_objects(model, optimizer, lr_scheduler)
-    settings = load(source)
-    if not torch.distributed.is_initialized():  # check every rule before ranks depend on each other
-        _check_plan(settings, model, training_data)
-    world = _make_world(dist_init_required, distributed_port)
-    layout = process_layout(mpu, mesh, model)
-    plan = resolve(settings, facts_of_world(settings, world, layout))
-    groups = groups_for_model(model, plan, layout)
-    _log_notices(plan, world)
     client = Client(
         optimizer=optimizer,
         parameters=model_parameters,
@@ -139,7 +132,23 @@ def initialize(
         collate_fn=collate_fn,
         mpu=mpu,
     )
-    engine = make_engine(model, client, plan, world, groups)
+    with telling_peers("initialize()"), ExitStack() as stack:
+        args, model, config = by_position(args, model, config)
+        source = pick_config(args, config, config_params)
+        model = _check_objects(model, optimizer, lr_scheduler)
+        settings = load(source)
+        if settings.settings.signals.actions:
+            from zengine.features.signals import catching
+
+            stack.enter_context(catching(settings.settings.signals))
+        if not torch.distributed.is_initialized():  # check every rule before ranks depend on each other
+            _check_plan(settings, model, training_data)
+        world = _make_world(dist_init_required, distributed_port)
+        layout = process_layout(mpu, mesh, model)
+        plan = resolve(settings, facts_of_world(settings, world, layout))
+        groups = groups_for_model(model, plan, layout)
+        _log_notices(plan, world)
+        engine = make_engine(model, client, plan, world, groups)
     _warn(world, warning_of_collisions(engine))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -177,6 +186,10 @@ def make_engine(
             engine.add_feature(LoaderMarks())
         for feature in make_features(plan, parts.partition, pipeline):
             engine.add_feature(feature)
+        if plan.signals.actions:  # the last one: the others have ended the step when it saves
+            from zengine.features.signals import Signals
+
+            engine.add_feature(Signals(plan.signals, engine.save_checkpoint))
     except BaseException:
         parts.partition.close(keep_weights=False)  # as in `assemble`: other ranks may not get here
         engine.close()

@@ -30,14 +30,17 @@ __all__ = ["abort", "close_on_failure", "diagnose_failure", "failure"]
 _NO_WORLD = "the other ranks could not be asked"
 
 
-def abort(reason: str) -> None:
+def abort(reason: str, *, unless_all: bool = False) -> None:
     """Fail every collective of this world with `reason`, on all ranks.  The world can only be closed afterwards.
 
     Returns when all ranks have received the reason, or after a few seconds.  The first failure of a world counts;
     later reasons are ignored.  Does nothing outside a world and in a world of one.
+
+    unless_all: do nothing if every rank calls within a second or so.  They all fail by themselves then, none waits
+        for another, and the world still works.
     """
     present = detector.start()
-    if present is not None:
+    if present is not None and not (unless_all and present.is_common_failure()):
         present.abort(reason)
 
 

@@ -44,6 +44,7 @@ _COLLECT_S = 3.0  # for the reports of the ranks that can answer
 _DIAGNOSIS_S = 4.0  # for the deciding rank to publish its diagnosis
 _DRAIN_S = 0.8  # for the others to receive it
 _ACKNOWLEDGE_S = 2.5  # for all ranks to receive the reason of an abort, which they poll for
+_COMMON_S = 1.5  # between the first and the last rank of a failure that all have
 _LIMIT_S = 5.0  # for the whole, however slow the store is
 
 
@@ -94,6 +95,13 @@ class HangDetector:
         with self.lock:
             if not self.failure:
                 self.failure = _within(_LIMIT_S, lambda: self._publish(reason)) or reason
+
+    def is_common_failure(self) -> bool:
+        """Return True if every rank calls this within `_COMMON_S` seconds: all fail, none is left waiting."""
+        channel = self.channel
+        if channel is None or self.failure:
+            return False
+        return bool(_within(_LIMIT_S, lambda: "all" * channel.joins_failure(_COMMON_S)))
 
     def close_on_failure(self, group: Any) -> None:
         """Close the connections of `group` on failure; at once if the world has failed."""

@@ -40,6 +40,7 @@ class SideChannel:
     rank: int
     world_size: int
     number: int = 0  # see [Note: world numbers]
+    num_failures: int = 0  # of this rank, see `joins_failure`
 
     @classmethod
     def open(cls, store: Any, rank: int, world_size: int) -> SideChannel:
@@ -88,6 +89,13 @@ class SideChannel:
         found: str = self.store.get(self._key("verdict")).decode()
         self._acknowledge()
         return found
+
+    def joins_failure(self, limit_s: float) -> bool:
+        """Count a failure of this rank; return True if every rank counts as many within the limit."""
+        self.num_failures += 1
+        key = f"failing/{self.num_failures}"
+        self.store.add(self._key(key), 1)
+        return self._await(lambda: self._count(key) >= self.world_size, limit_s)
 
     def drain(self, limit_s: float) -> None:
         """Wait on rank 0, whose process often holds the store, until all ranks that reported have the diagnosis."""

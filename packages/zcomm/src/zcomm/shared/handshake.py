@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from zcomm import compat
+from zcomm import compat, gloo
+from zcomm.hangs.observer import ABORTED, observer
 from zcomm.hosts import this_host
 from zcomm.shared.host_layout import HostLayout
 from zcomm.shared.native import Library, library, unavailable_reason
@@ -149,12 +150,15 @@ def rank_limit_obstacle(layout: HostLayout, most: int) -> str:
 
 
 def all_gather_json(value: Any, group: ProcessGroup, size: int) -> list[Any]:
-    """Gather small JSON values of all ranks, over Gloo."""
+    """Gather small JSON values of all ranks, over Gloo.  Raises RuntimeError once the world is aborted."""
     data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
     assert len(data) <= _MESSAGE_BYTES, f"{len(data)} bytes of JSON"
     mine = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
     output = torch.empty(size * _MESSAGE_BYTES, dtype=torch.uint8)
-    compat.all_gather_flat(output, mine, group=group, async_op=True).wait()
+    work = compat.all_gather_flat(output, mine, group=group, async_op=True)
+    while not gloo.wait_slice(work):
+        if observer().is_aborted():
+            raise RuntimeError(ABORTED)
     return [json.loads(bytes(row.tolist())) for row in output.view(size, -1)]
 
 

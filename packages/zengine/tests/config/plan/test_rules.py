@@ -37,6 +37,12 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "checkpoint.keep.best extends checkpoint.keep.last, which is not set. "
         "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
     ),
+    "check_signals_save_dir": (
+        {"signals": {"sigterm": "checkpoint"}},
+        'signals.sigterm = "checkpoint", but signals.save_dir is not set, so there is no folder to save into. '
+        'Add "save_dir": "checkpoints" to the section (the folder that you pass to save_checkpoint), or write '
+        '"sigterm": "exit" to leave without a save.',
+    ),
     "check_contiguous_checkpointing": (
         {"activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}},
         "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one buffer, "

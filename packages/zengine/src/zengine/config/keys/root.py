@@ -13,6 +13,7 @@ from zengine.config.grammar.table import section_of
 from zengine.config.keys import absent, checkpoint, precision, training
 from zengine.config.keys.checkpoint import CheckpointKeys
 from zengine.config.keys.data import DataKeys
+from zengine.config.keys.faults import FaultKeys
 from zengine.config.keys.features import FeatureKeys
 from zengine.config.keys.parallel import ParallelKeys
 from zengine.config.keys.precision import PrecisionKeys
@@ -26,6 +27,7 @@ __all__ = ["ROOT", "Settings"]
 @attrs.frozen(kw_only=True, slots=False)
 class Settings(
     FeatureKeys,
+    FaultKeys,
     DataKeys,
     ParallelKeys,
     CheckpointKeys,

@@ -16,6 +16,7 @@ import attrs
 
 import zckpt
 from zengine.config.keys.checkpoint import CheckpointSettings
+from zengine.config.keys.faults import FaultKeys
 from zengine.config.keys.features import Elasticity, FeatureKeys, ProgressiveLayerDrop
 from zengine.config.keys.parallel import ActivationCheckpointing, Pipeline
 from zengine.config.keys.training import RunKeys, TrainingKeys
@@ -34,7 +35,7 @@ __all__ = ["Plan"]
 
 
 @attrs.frozen(kw_only=True)
-class Plan(RunKeys):
+class Plan(FaultKeys, RunKeys):
     """Input of `assemble`: the keys that need no resolution, and one value per part of the engine."""
 
     batch: BatchPlan
@@ -94,6 +95,7 @@ class Plan(RunKeys):
         yield from telemetry_rows(self.telemetry)
         yield from profiling_rows(self.profiling)
         yield from rows("checkpoint.", self.checkpoint, CheckpointSettings)
+        yield from rows("", self, FaultKeys)
 
     def describe(self) -> str:
         """Return a table of every value with its origin, and the notices."""

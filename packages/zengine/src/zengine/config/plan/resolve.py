@@ -92,6 +92,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "checkpoint": settings.checkpoint,
         "progressive_layer_drop": settings.progressive_layer_drop,
         "elasticity": settings.elasticity,
+        "signals": settings.signals,
     }
     return Plan(**planned(settings, Plan, **sections, **derived))
 

@@ -124,6 +124,24 @@ def check_contiguous_checkpointing(config: Config) -> Problem | None:
     )
 
 
+def check_signals_save_dir(config: Config) -> Problem | None:
+    """Require a folder for signals that save."""
+    signals = config.settings.signals
+    saving = [key for key in ("sigterm", "sigusr1") if getattr(signals, key).startswith("checkpoint")]
+    exits = "signals.exit_code" in config.given
+    if signals.save_dir or not (saving or (exits and not signals.actions)):
+        return None
+    key = f"signals.{saving[0]}" if saving else "signals.exit_code"
+    value = f'"{getattr(signals, saving[0])}"' if saving else signals.exit_code
+    return _violation(
+        config,
+        key,
+        f"{_at(config, key)} = {value}, but signals.save_dir is not set, so there is no folder to save into",
+        'Add "save_dir": "checkpoints" to the section (the folder that you pass to save_checkpoint), or write '
+        '"sigterm": "exit" to leave without a save.',
+    )
+
+
 RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
     check_reduce_at,
@@ -131,6 +149,7 @@ RULES: tuple[Rule, ...] = (
     check_shard_group_stage,
     check_nvme_path,
     check_keep_last,
+    check_signals_save_dir,
     check_contiguous_checkpointing,
 )
 
