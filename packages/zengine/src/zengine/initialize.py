@@ -116,14 +116,9 @@ def initialize(
         TypeError, ValueError: an argument is invalid; the message names it.
     """
     with gc_paused():
-        import torch
-
         from zengine.build.assemble import Client
         from zengine.build.failures import telling_peers
-        from zengine.build.groups import process_layout
-        from zengine.build.mpu import groups_for_model
-        from zengine.config import load, resolve
-        from zengine.engine.module_attributes import warning_of_collisions
+        from zengine.config import load
     client = Client(
         optimizer=optimizer,
         parameters=model_parameters,
@@ -132,25 +127,40 @@ def initialize(
         collate_fn=collate_fn,
         mpu=mpu,
     )
-    with telling_peers("initialize()"), ExitStack() as stack:
+    with telling_peers("initialize()"):
         args, model, config = by_position(args, model, config)
         source = pick_config(args, config, config_params)
         model = _check_objects(model, optimizer, lr_scheduler)
-        settings = load(source)
+        engine = _initialize(load(source), model, client, mesh, dist_init_required, distributed_port)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _initialize(
+    settings: Config, model: nn.Module, client: Client, mesh: Any, dist_init_required: bool | None, port: int | None
+) -> DeepSpeedEngine:
+    """Check the config, join the world, and make the engine there."""
+    with gc_paused():
+        import torch
+
+        from zengine.build.groups import process_layout
+        from zengine.build.mpu import groups_for_model
+        from zengine.config import resolve
+        from zengine.engine.module_attributes import warning_of_collisions
+    with ExitStack() as stack:
         if settings.settings.signals.actions:
             from zengine.features.signals import catching
 
             stack.enter_context(catching(settings.settings.signals))
         if not torch.distributed.is_initialized():  # check every rule before ranks depend on each other
-            _check_plan(settings, model, training_data)
-        world = _make_world(dist_init_required, distributed_port)
-        layout = process_layout(mpu, mesh, model)
+            _check_plan(settings, model, client.training_data)
+        world = _make_world(dist_init_required, port)
+        layout = process_layout(client.mpu, mesh, model)
         plan = resolve(settings, facts_of_world(settings, world, layout))
         groups = groups_for_model(model, plan, layout)
         _log_notices(plan, world)
         engine = make_engine(model, client, plan, world, groups)
     _warn(world, warning_of_collisions(engine))
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine
 
 
 @_suspending_init

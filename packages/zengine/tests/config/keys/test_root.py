@@ -69,6 +69,8 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
         *("activation_checkpointing.modules", "dataloader_prefetch", "pipeline.schedule", "flops_profiler.step"),
         *("progressive_layer_drop.layers", "progressive_layer_drop.seed"),
+        *("verify_replicas_every", "signals", "signals.save_dir", "signals.sigterm", "signals.sigusr1"),
+        "signals.exit_code",
     }
 
 
@@ -111,6 +113,7 @@ profiler.enabled profiler.folder profiler.memory_snapshot profiler.profile_memor
 profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack
 progressive_layer_drop.enabled progressive_layer_drop.gamma progressive_layer_drop.layers
 progressive_layer_drop.seed progressive_layer_drop.theta
+signals.exit_code signals.save_dir signals.sigterm signals.sigusr1 verify_replicas_every
 sparse_gradients
 scheduler.params scheduler.type
 sequence_parallel_size

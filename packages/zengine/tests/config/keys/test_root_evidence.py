@@ -64,6 +64,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
     "zero_optimization.sub_group_size": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "aio.": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+    "signals.": {"signals": {"save_dir": "/x"}},
     "checkpoint.keep.": {"checkpoint": {"keep": {"last": 2}}},
     "curriculum_learning.": {"curriculum_learning": _LAW},
     "elasticity.": {
@@ -98,6 +99,8 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "pipeline.schedule": ("gpipe", {}),
     "gradient_allreduce_op": ("sum", {}),
     "log_level": ("debug", {}),
+    "signals.sigterm": ("exit", {}),
+    "signals.sigusr1": ("exit", {}),
     "elasticity.max_train_batch_size": (128, {}),
     "elasticity.micro_batch_sizes": ([2], {}),
     "elasticity.version": (0.1, {}),

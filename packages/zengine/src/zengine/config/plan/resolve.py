@@ -86,15 +86,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "notices": (*config.notices, *_notices(config, facts, parallel, dtypes)),
         "given": config.document,
     }
-    sections = {
-        "activations": settings.activation_checkpointing,
-        "pipeline": settings.pipeline,
-        "checkpoint": settings.checkpoint,
-        "progressive_layer_drop": settings.progressive_layer_drop,
-        "elasticity": settings.elasticity,
-        "signals": settings.signals,
-    }
-    return Plan(**planned(settings, Plan, **sections, **derived))
+    return Plan(**planned(settings, Plan, activations=settings.activation_checkpointing, **derived))
 
 
 def _keep(settings: Settings) -> zckpt.RetentionPolicy:

@@ -25,11 +25,11 @@ PlanRow = tuple[str, Any]  # the key of the config, the value of the plan as the
 
 
 def planned(settings: attrs.AttrsInstance, part: type[attrs.AttrsInstance], **derived: Any) -> dict[str, Any]:
-    """Return arguments of `part`: the values of `settings` whose rows name a field of it, then the `derived` ones."""
+    """Return arguments of `part`: keys and sections of `settings` that are a field of it, then the `derived` ones."""
     fields, found = attrs.fields_dict(part), {}
     for field in attrs.fields(type(settings)):
         row = field.metadata["row"]
-        name = row.plan or field.name if isinstance(row, Key) else ""
+        name = row.plan or field.name if isinstance(row, Key) else field.name
         if name in fields:
             found[name] = getattr(settings, field.name)
     return {**found, **derived}
