@@ -200,6 +200,8 @@ def make_features(
         chosen.append(features.LayerNorms(plan.telemetry.gradient_histograms))
     if plan.telemetry.is_wanted and plan.telemetry.rates.count_flops_at:
         chosen.append(features.CountFlops(plan.telemetry.rates.count_flops_at))
+    if plan.verify_replicas_every:
+        chosen.append(features.VerifyReplicas(plan.verify_replicas_every))
     return (*chosen, *make_profilers(plan, pipeline))
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zengine.features.layer_drop import LayerDrop
     from zengine.features.measuring import LayerNorms, Measuring
     from zengine.features.random_ltd import RandomLtd
+    from zengine.features.replicas import VerifyReplicas
     from zengine.features.same_batch import SameBatch
     from zengine.flops.feature import CountFlops
 
@@ -36,6 +37,7 @@ __all__ = [
     "ScaledRate",
     "SeqlenCurriculum",
     "Unfreezing",
+    "VerifyReplicas",
 ]
 
 _HOME_OF = homes_below(
@@ -48,6 +50,7 @@ _HOME_OF = homes_below(
         "features.layer_drop": "LayerDrop",
         "features.measuring": "LayerNorms Measuring",
         "features.random_ltd": "RandomLtd",
+        "features.replicas": "VerifyReplicas",
         "features.same_batch": "SameBatch",
         "flops.feature": "CountFlops",
     },

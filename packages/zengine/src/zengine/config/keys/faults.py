@@ -42,7 +42,7 @@ class FaultKeys:
     verify_replicas_every: int = setting(
         COUNT,
         0,
-        "ours: steps between two bitwise comparisons of weights, buffers, optimizer state and scalars over "
+        "ours: steps between two bitwise comparisons of weights, buffers, optimizer state and options over "
         "data-parallel ranks; 0: never",
         empty="off",
     )
