@@ -114,6 +114,15 @@ def test_a_callback_waits_for_cuda():
     assert told == ([1] if torch.cuda.is_initialized() else [])
 
 
+def test_the_gradient_of_a_softmax_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, above = torch.randn(3, 40).requires_grad_(), torch.randn(3, 40)
+    weights = torch.softmax(x, -1)
+    (wanted,) = torch.autograd.grad(weights, x, above)
+    assert torch.equal(_compat.softmax_backward(above, weights.detach()), wanted)
+    monkeypatch.delattr(torch, "_softmax_backward_data")
+    assert torch.allclose(_compat.softmax_backward(above, weights.detach()), wanted, atol=1e-6)
+
+
 def test_meta_kernels_run_without_the_compiler_which_is_whole_afterwards() -> None:
     script = """
 import sys

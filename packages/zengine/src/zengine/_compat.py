@@ -197,3 +197,12 @@ def _weak_storage(storage: Any) -> Any:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def softmax_backward(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of what a softmax over the last dim read; `weights` is what it gave."""
+    known = getattr(torch, "_softmax_backward_data", None)
+    if known is None:
+        return weights * (grad - (grad * weights).sum(-1, keepdim=True))
+    found: torch.Tensor = known(grad, weights, -1, weights.dtype)
+    return found

@@ -67,6 +67,17 @@ class KVCache:
         """Sequences that the cache can hold."""
         return self.keys[0].shape[0]
 
+    def check_room(self, slot: int, count: int) -> None:
+        """Raise ValueError if a slot does not exist, or has no room for `count` more tokens."""
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot}: the cache has {self.num_slots}, counted from 0")
+        start = self.lengths[slot]
+        if start + count > self.capacity:
+            raise ValueError(
+                f"a sequence of {start} tokens and {count} more do not fit into a cache of {self.capacity}: "
+                "raise max_out_tokens, or shorten the prompt"
+            )
+
     def write(self, block: int, slot: int, start: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values of new tokens, (1, time, kv heads, size), at positions start, start + 1, ..."""
         rows = slice(start, start + key.shape[1])

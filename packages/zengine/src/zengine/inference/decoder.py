@@ -79,7 +79,7 @@ class DecoderPass:
         if len(set(slots)) != len(slots) or len(slots) != len(ids):
             raise ValueError(f"forward_each() got {len(ids)} tokens for the slots {list(slots)}: pass one for each")
         for slot in slots:
-            self._check_room(slot, 1)
+            self.cache.check_room(slot, 1)
         fusion = self._current_fusion()
         if not fusion.report.fused:
             return torch.stack([self.forward(ids[at : at + 1], slot) for at, slot in enumerate(slots)])
@@ -114,18 +114,8 @@ class DecoderPass:
         rows = [embed(ids[None, at : at + 1], positions[None, at : at + 1])[0] for at in range(len(ids))]
         return torch.cat(rows)
 
-    def _check_room(self, slot: int, count: int) -> None:
-        if not 0 <= slot < self.cache.num_slots:
-            raise ValueError(f"slot {slot}: the cache has {self.cache.num_slots}, counted from 0")
-        start, capacity = self.cache.lengths[slot], self.cache.capacity
-        if start + count > capacity:
-            raise ValueError(
-                f"a sequence of {start} tokens and {count} more do not fit into a cache of {capacity}: "
-                "raise max_out_tokens, or shorten the prompt"
-            )
-
     def _hidden(self, ids: Tensor, slot: int) -> Tensor:
-        self._check_room(slot, len(ids))
+        self.cache.check_room(slot, len(ids))
         cache, start = self.cache, self.cache.lengths[slot]
         positions = torch.arange(start, start + len(ids), device=ids.device)
         x = self.decoder.embedding(ids[None], positions[None])

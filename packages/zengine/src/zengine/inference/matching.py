@@ -126,7 +126,7 @@ def match_norm(call: Call) -> Norm | None:
         return None
     given = [value for name in _EPS_NAMES if isinstance(value := getattr(call.module, name, None), float)]
     forms = [
-        Norm(weight=weight, bias=bias, eps=eps, is_centered=is_centered, offset=offset)
+        Norm(weight=weight, bias=bias, eps=eps, is_centered=is_centered, offset=offset, name=call.name)
         for eps in dict.fromkeys([*given[:1], 1e-5, 1e-6, 1e-12, 1e-8])
         for is_centered in (False, True)
         for offset in ((0.0, 1.0) if weight is not None else (0.0,))

@@ -53,6 +53,7 @@ class Norm:
     eps: float
     is_centered: bool
     offset: float = 0.0  # added to `weight`: Gemma's is stored minus one
+    name: str = ""  # of the module
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize in float32 (float64 for float64), and return the dtype of x."""
@@ -126,16 +127,25 @@ class Attention:
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of x, (batch, time, width): (batch, time, heads, size) each, normalized."""
+        parts = project_all(x, self.projections) if self.fused is None else [self.projections[0](x)]
+        query, key, value = self.split(parts)
+        return self._normed(query, self.query_norm), self._normed(key, self.key_norm), self._heads(value)
+
+    def split(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, (..., heads * size) each, of the projections' outputs."""
         queries, groups, size = self.num_heads, self.num_kv_heads, self.head_size
         if self.fused is None:
-            parts = project_all(x, self.projections)
+            query, key, value = projected
         elif self.fused is FusedQKV.STACKED:
-            parts = list(torch.split(self.projections[0](x), [queries * size, groups * size, groups * size], dim=-1))
+            query, key, value = torch.split(projected[0], [queries * size, groups * size, groups * size], dim=-1)
         else:
-            both = _cut(self.projections[0](x), groups, queries // groups + 2, size)
-            parts = [both[..., :-2, :].flatten(-3), both[..., -2, :].flatten(-2), both[..., -1, :].flatten(-2)]
-        query, key, value = parts
-        return self._normed(query, self.query_norm), self._normed(key, self.key_norm), self._heads(value)
+            both = _cut(projected[0], groups, queries // groups + 2, size)
+            query, key, value = (
+                both[..., :-2, :].flatten(-3),
+                both[..., -2, :].flatten(-2),
+                both[..., -1, :].flatten(-2),
+            )
+        return query, key, value
 
     def _heads(self, x: Tensor) -> Tensor:
         return _cut(x, x.shape[-1] // self.head_size, self.head_size)
@@ -190,6 +200,12 @@ class Block:
     mlp_out_norm: Norm | None = None
     attention_factor: float = 1.0  # of what the attention adds
     mlp_factor: float = 1.0
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Of the attention and, if it is recognised, of the MLP."""
+        mlp = (self.mlp.gate, self.mlp.up, self.mlp.down) if isinstance(self.mlp, MLP) else ()
+        return (*self.attention.projections, self.attention.out, *(each for each in mlp if each is not None))
 
 
 @attrs.frozen(kw_only=True, eq=False)

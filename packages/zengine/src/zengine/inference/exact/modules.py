@@ -1,0 +1,167 @@
+"""The user's modules as parts of exact blocks, and what is put on them meanwhile.
+
+A linear module or a norm keeps its `__call__`, so hooks, sharded weights and adapters work as before; its `forward`
+is replaced by an exact operator over the weights that it has at that time.  A layer with adapters computes its base
+and its update apart, in training and in generation.  `Replaced.close` restores all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from zengine.adapters.foreign import adapted
+from zengine.adapters.update import Adapted
+from zengine.inference.exact.operators import linear, normalize
+from zengine.inference.exact.products import Products
+from zengine.inference.structure import Norm, Projection
+
+__all__ = ["ModuleParts", "Replaced", "check_dtype", "evaluating", "perturbed"]
+
+Forward = Callable[..., Any]
+
+
+@final
+@attrs.frozen(eq=False)
+class Replaced:
+    """Forwards that stand on modules, and what was there before."""
+
+    before: list[tuple[nn.Module, Forward | None]] = attrs.field(factory=list)  # None: that of the class
+
+    def replace(self, module: nn.Module, forward: Forward) -> None:
+        """Put `forward` on a module; once."""
+        if not any(owner is module for owner, _ in self.before):
+            self.before.append((module, vars(module).get("forward")))
+            module.forward = forward
+
+    def close(self) -> None:
+        """Restore all modules."""
+        while self.before:
+            module, forward = self.before.pop()
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into eval mode, and each back into its own."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+@contextlib.contextmanager
+def perturbed(model: nn.Module) -> Iterator[None]:
+    """Scale the elements of vectors, and fill matrices of zeros; their bits come back afterwards.
+
+    Before training, norms of one block are all ones, and some projections all zeros: parts that differ would look
+    alike.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        for index, param in enumerate(model.parameters()):
+            if param.is_floating_point() and param.numel() and (param.dim() == 1 or not param.detach().any()):
+                before.append((param.data, param.detach().clone()))
+                generator = torch.Generator(param.device).manual_seed(index)
+                noise = torch.empty_like(param.data).normal_(generator=generator)
+                param.data.mul_(1 + noise / 5) if param.dim() == 1 else param.data.add_(noise, alpha=_scale(param))
+        yield
+    finally:
+        for data, value in before:
+            data.copy_(value)
+
+
+def _scale(matrix: Tensor) -> float:
+    return 1.0 / math.sqrt(matrix.shape[-1])
+
+
+@final
+@attrs.frozen(eq=False)
+class ModuleParts:
+    """Parts that are calls of the user's modules."""
+
+    model: nn.Module
+    products: Products
+    replaced: Replaced = attrs.field(factory=Replaced)
+    called: dict[str, nn.Module] = attrs.field(factory=dict)  # by name
+
+    def project(self, projection: Projection, x: Tensor) -> Tensor:
+        """Call the module, with its adapters."""
+        return self.called[projection.name](x)  # type: ignore[no-any-return]
+
+    def normalize(self, norm: Norm, x: Tensor) -> Tensor:
+        """Call the module."""
+        return self.called[norm.name](x)  # type: ignore[no-any-return]
+
+    def add_projection(self, projection: Projection) -> None:
+        """Replace the forward of a linear module, with its adapters if it has some."""
+        module = self.model.get_submodule(projection.name)
+        self.called[projection.name] = module
+        if (layer := adapted(module)) is not None:
+            self.replaced.replace(module, functools.partial(self._with_adapters, module, layer))
+            return
+        held: Tensor = module.weight  # type: ignore[assignment]
+        assert isinstance(projection.weight, Tensor)
+        is_transposed = projection.weight is not held and (
+            projection.weight.shape != held.shape or projection.weight.stride() != held.stride()
+        )
+
+        def forward(x: Tensor) -> Tensor:
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            return linear(self.products, x, weight.t() if is_transposed else weight, _bias_of(module))
+
+        self.replaced.replace(module, forward)
+
+    def _with_adapters(self, module: nn.Module, layer: Adapted, x: Tensor) -> Tensor:
+        """Compute base + scale * (x A') B', as the layer does: the weight and the update are not added."""
+        y = linear(self.products, x, layer.base_weight(), _bias_of(module))
+        for update in layer.updates():
+            low = linear(self.products, x.to(update.down.dtype), update.down)
+            y = (y + linear(self.products, low, update.up) * update.scale).to(y.dtype)
+        return y
+
+    def add_norm(self, norm: Norm) -> None:
+        """Replace the forward of a norm."""
+        module = self.model.get_submodule(norm.name)
+        self.called[norm.name] = module
+        names = {
+            field: name
+            for field in ("weight", "bias")
+            for name, value in module._parameters.items()
+            if value is not None and value is getattr(norm, field)
+        }
+
+        def forward(x: Tensor) -> Tensor:
+            held = {field: getattr(module, name) for field, name in names.items()}
+            return normalize(attrs.evolve(norm, **held), x)
+
+        self.replaced.replace(module, forward)
+
+
+def _bias_of(module: nn.Module) -> Tensor | None:
+    bias = getattr(module, "bias", None)
+    return bias if isinstance(bias, Tensor) else None
+
+
+def check_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the weights.  Raises ValueError if exact operators do not have it."""
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    found = [dtype for dtype in dtypes if dtype not in (torch.float32, torch.bfloat16)]
+    if found:
+        raise ValueError(
+            f"rollout.exact got weights of {found[0]}; exact operators are made for float32 and bfloat16"
+        )
+    return next(iter(dtypes), torch.float32)
