@@ -111,13 +111,20 @@ def _queries(grouped: Tensor, tile: _Tile) -> Tensor:
     return grouped[:, :, tile.rows].reshape(grouped.shape[0], -1, grouped.shape[-1])
 
 
+@final
+@attrs.frozen(eq=False)
+class _Call:
+    rule: AttentionRule
+    start: int  # position of the first query
+    products: Products
+
+
 class _Sequences(torch.autograd.Function):
     """Attention of whole sequences; queries begin at position `start` of the keys."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, start: int, products: Products
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+        rule, start, products = call.rule, call.start, call.products
         (batch, time, heads, size), groups = query.shape, key.shape[2]
         wide = torch.promote_types(query.dtype, torch.float32)
         num_queries = -(-time // TILE) * TILE
@@ -130,13 +137,14 @@ class _Sequences(torch.autograd.Function):
             weights = rule.weights(products, rows, keys[:, : tile.keys], tile.hidden, tile.first)
             mixed[:, :, tile.rows] = _mix(products, weights, values[:, : tile.keys]).view_as(mixed[:, :, tile.rows])
         ctx.save_for_backward(query, key, value)
-        ctx.rule, ctx.start, ctx.products = rule, start, products
+        ctx.call = call
         return _ungrouped(mixed, query).reshape(batch, time, heads * size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        rule, products, start = ctx.rule, ctx.products, ctx.start
+        call: _Call = ctx.call
+        rule, start, products = call.rule, call.start, call.products
         time, groups = query.shape[1], key.shape[2]
         wide = torch.promote_types(query.dtype, torch.float32)
         num_queries = -(-time // TILE) * TILE
@@ -162,7 +170,7 @@ class _Sequences(torch.autograd.Function):
             _ungrouped(x, like)
             for x, like in ((of_query, query), (of_key.unsqueeze(1), key), (of_value.unsqueeze(1), value))
         )
-        return (*found, None, None, None)
+        return (*found, None)
 
 
 def attend_sequences(
@@ -173,7 +181,7 @@ def attend_sequences(
     query: (batch, queries, heads, size), at positions start, start + 1, ...; key, value: (batch, keys, kv heads,
     size) of positions 0, 1, ....
     """
-    return _Sequences.apply(query, key, value, rule, start, products)  # type: ignore[no-any-return,no-untyped-call]
+    return _Sequences.apply(query, key, value, _Call(rule, start, products))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def attend_slots(
