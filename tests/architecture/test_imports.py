@@ -115,6 +115,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # layers with adapters are gathered to be merged
     "adapters/merging.py": {"zpartition": {"gathered", "is_gathered"}},
+    # codes of frozen weights
+    "adapters/quantized_base.py": {
+        "zprecision": {f"quant.{name}" for name in ("QuantizedTensor", "format_name", "format_named", "quantize")}
+    },
     # rank 0 writes adapters
     "adapters/files.py": {
         "zcomm": {"group_rank", "group_size"},

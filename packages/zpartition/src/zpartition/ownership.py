@@ -28,6 +28,7 @@ from zpartition.deferred.fake_device import clear_fake_device
 from zpartition.deferred.init import suspend_init
 from zpartition.layout.layout import Bucket
 from zpartition.memory.placement import ParamPlacement
+from zpartition.memory.poison import is_poison
 from zpartition.weights.sharded import ShardedStorage
 
 
@@ -160,8 +161,8 @@ def check_not_owned(name: str, param: Parameter) -> None:
 
 def check_has_weights(name: str, param: Parameter) -> None:
     """Raise ValueError for a hollow parameter: its stage 3 partition ended without its weights."""
-    is_hollow = param.dim() > 0 and param.numel() > 1 and not any(param.stride()) and param.is_floating_point()
-    if is_hollow and not param.is_meta and bool(param.detach().as_strided((), ()).isnan()):
+    is_hollow = param.dim() > 0 and param.numel() > 1 and not any(param.stride())
+    if is_hollow and not param.is_meta and is_poison(param.detach().as_strided((), ())):
         raise ValueError(
             f"parameter {name} has no weights: its partition was closed with keep_weights=False, or could not be "
             "completed. Build the module again, or load its weights."

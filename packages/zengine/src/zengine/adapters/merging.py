@@ -19,10 +19,18 @@ from torch import Tensor, nn
 
 from zengine.adapters.foreign import adapted, is_switchable
 from zengine.adapters.lora import LoRALinear, replace_layer
+from zengine.adapters.quantized_base import QuantizedBase
 from zengine.adapters.update import Adapted, merge
 from zpartition import gathered, is_gathered
 
-__all__ = ["adapters_disabled", "merge_lora", "merged_weight", "merged_weights", "without_adapters"]
+__all__ = [
+    "adapters_disabled",
+    "computed_weight",
+    "merge_lora",
+    "merged_weight",
+    "merged_weights",
+    "without_adapters",
+]
 
 
 def merged_weight(layer: nn.Module) -> Tensor:
@@ -35,6 +43,14 @@ def merged_weight(layer: nn.Module) -> Tensor:
     if found is None:
         raise ValueError(f"{type(layer).__name__} has no adapters, so nothing is merged: use its weight")
     return _merged(layer, found)
+
+
+def computed_weight(layer: nn.Module) -> Tensor | None:
+    """Return the dense weight, (out, in), of a layer with adapters or a quantized base; None for other layers."""
+    if isinstance(layer, QuantizedBase) and not isinstance(layer, Adapted):
+        with _whole(layer):
+            return layer.base_weight()
+    return None if adapted(layer) is None else merged_weight(layer)
 
 
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -85,7 +101,7 @@ def merge_lora(module: nn.Module, *, dequantize: bool = False) -> list[str]:
     if not found:
         raise ValueError(without_adapters(module))
     for name, layer in found if not dequantize else ():
-        if not isinstance(layer._parameters.get("weight"), Tensor):
+        if isinstance(layer, QuantizedBase):
             raise ValueError(
                 f"the base of {name} is quantized: codes of base + update would round every weight again, and the "
                 "model would no longer compute what was trained. Pass dequantize=True for plain layers, and quantize "

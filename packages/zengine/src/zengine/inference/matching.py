@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zengine.adapters.foreign import adapted
-from zengine.adapters.merging import merged_weight
+from zengine.adapters.merging import computed_weight
 from zengine.inference.attend import attend, causal_mask
 from zengine.inference.observe import Call
 from zengine.inference.quantized_modules import QuantizedLinear
@@ -100,8 +99,8 @@ class Constants:
 def projection(call: Call) -> Projection | None:
     """Return the projection that a call computes; None if its module is no linear layer."""
     weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
-    if adapted(call.module) is not None:
-        return Projection(call.name, merged_weight(call.module), bias if isinstance(bias, Tensor) else None)
+    if (dense := computed_weight(call.module)) is not None:
+        return Projection(call.name, dense, bias if isinstance(bias, Tensor) else None)
     if isinstance(call.module, QuantizedLinear):
         return Projection(call.name, call.module.weight, call.module.bias)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(call.module, nn.Embedding):

@@ -17,8 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from zengine.adapters.foreign import adapted
-from zengine.adapters.merging import merged_weight
+from zengine.adapters.merging import computed_weight
 from zengine.inference.quantized import LayerError, projections, quantize_weight, replaced
 from zengine.inference.structure import Decoder, Projection
 from zpartition import tensor
@@ -243,8 +242,8 @@ def _present_weight(projection: Projection, layer: nn.Module) -> Tensor | Quanti
     Of a layer with adapters, base and update are merged anew.
     """
     held = projection.weight
-    if adapted(layer) is not None:
-        return merged_weight(layer)
+    if (dense := computed_weight(layer)) is not None:
+        return dense
     if isinstance(layer, QuantizedLinear):
         return layer.weight
     own = layer.weight

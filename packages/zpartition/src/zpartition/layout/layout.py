@@ -26,6 +26,8 @@ from zpartition.layout.address import Address
 
 SLOT_ALIGNMENT = 16  # elements: fp32 views start on 64-byte lines, so vector kernels have no unaligned head
 SPAN_ALIGNMENT = 1024  # elements: the block of the norm; a block never straddles two ranks
+CODE_DTYPES = frozenset((torch.uint8, torch.int8))  # of the codes of quantized weights, which are frozen
+CODE_ALIGNMENT = 256  # bytes: so a block of codes (at most 256, a power of two) lies in one rank's span
 _DERIVED_MIN_NUMEL, _DERIVED_MAX_NUMEL, _DERIVED_BUCKETS = 1 << 18, 1 << 25, 8
 
 
@@ -207,7 +209,8 @@ def plan_layout(
 
     A bucket closes when the next parameter would exceed `bucket_numel` elements (0: derived); a larger parameter
     gets its own bucket.  A unit has one bucket for each dtype, group and wire dtype, of any size, and all its
-    parameters are gathered together.  `alignment`: every slot begins at a multiple of this number of elements.
+    parameters are gathered together.  `alignment`: every slot begins at a multiple of this number of elements; a slot
+    of codes begins at one of `CODE_ALIGNMENT`, too, so no block of codes is cut between ranks.
 
     Raises:
         ValueError: two parameters share a name, `num_shards` does not divide `world_size`, or the ranks that hold one
@@ -231,7 +234,8 @@ def plan_layout(
         key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.num_expert_shards, *kind)
         run = filling.get(key)
         if run is None or (spec.unit is None and run.planned_numel + spec.planned_numel > limit):
-            run = filling[key] = _OpenBucket(alignment)
+            is_code = spec.dtype in CODE_DTYPES
+            run = filling[key] = _OpenBucket(max(alignment, CODE_ALIGNMENT) if is_code else alignment)
             packed.append(run)
         run.add(spec, position)
     packed.sort(key=lambda run: run.last_position)  # a bucket is complete when its last parameter is

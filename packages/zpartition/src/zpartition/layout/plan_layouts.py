@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import nn
 
-from zpartition.layout.layout import SLOT_ALIGNMENT, Layout, ParamSpec, plan_layout
+from zpartition.layout.layout import CODE_DTYPES, SLOT_ALIGNMENT, Layout, ParamSpec, plan_layout
 from zpartition.layout.model_parallel import addresses_of, expert_shards_of
 from zpartition.layout.policy import SparseGradients, ZeroPolicy
 from zpartition.layout.ranks import shard_group_size
@@ -31,9 +31,13 @@ def plan_layouts(
     """
     units = _units(module, policy, world_size)
     others = {name: param for name, param in module.named_parameters() if name not in groups}
-    frozen = {n: 0 for n, p in others.items() if units.get(n) is not None and p.is_floating_point()}
+    frozen = {n: 0 for n, p in others.items() if units.get(n) is not None and _can_be_sharded(p)}
     trained = _layout(module, groups, units, policy, world_size, alignment)
     return trained, _layout(module, frozen, units, policy, world_size, SLOT_ALIGNMENT)
+
+
+def _can_be_sharded(param: torch.Tensor) -> bool:
+    return param.is_floating_point() or param.dtype in CODE_DTYPES
 
 
 def plan_added(

@@ -28,6 +28,7 @@ from zpartition.disk import DiskStore, Region
 from zpartition.layout.policy import Offload, OffloadStateType, Tier
 from zpartition.memory.buffers import flat_zeros
 from zpartition.memory.placement import DeviceParams
+from zpartition.memory.poison import poison_of
 from zpartition.offload.manager import open_store
 from zpartition.state.counts import is_large
 from zpartition.weights.storage import BucketStorage
@@ -192,7 +193,7 @@ def _tensors(
 def _hollow(partition: PartitionState, offloaded: OffloadedStates) -> None:
     """Let parameters in emptied memory read as NaN, and record their views."""
     for storage in partition.whole:
-        poison = torch.full((), torch.nan, dtype=storage.flat.dtype, device=storage.flat.device)
+        poison = torch.full((), poison_of(storage.flat.dtype), dtype=storage.flat.dtype, device=storage.flat.device)
         for slot, param in zip(storage.bucket.slots, storage.params):
             offloaded.views.append((param, storage.flat, slice(slot.offset, slot.end), torch.Size(slot.shape)))
             param.data = poison.expand(slot.shape)
@@ -207,7 +208,7 @@ def _unshare(partition: PartitionState, offloaded: OffloadedStates) -> None:
         base = storage.flat if isinstance(storage, BucketStorage) else storage.own_span
         elements = slice(*storage.span) if whole else slice(0, base.numel())
         offloaded.views.append((storage.master, base, elements, storage.master.shape))
-        poison = torch.full((), torch.nan, dtype=base.dtype, device=base.device)
+        poison = torch.full((), poison_of(base.dtype), dtype=base.dtype, device=base.device)
         storage.master.data = poison.expand(storage.master.shape)
 
 

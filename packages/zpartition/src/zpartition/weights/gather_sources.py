@@ -18,6 +18,7 @@ masters instead of the weights (an edit would show before it is published).
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol, final
@@ -143,7 +144,7 @@ def source_for(
 ) -> GatherSource:
     """Return the source of `policy`; `group` holds one copy.  A collective if the source keeps anything."""
     source = SHARDS
-    bits = policy.weight_bits_of(is_trained=is_trained)
+    bits = _bits(bucket, policy, is_trained=is_trained)
     if bits:
         code = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK)
         source = QuantizedShards(code, flat_zeros(code.num_bytes(bucket.span_numel), torch.uint8, device, group))
@@ -154,11 +155,16 @@ def source_for(
     return source
 
 
+def _bits(bucket: Bucket, policy: ZeroPolicy, *, is_trained: bool) -> int:
+    """Return the bits in which a bucket is gathered; 0: in its own dtype, as codes are."""
+    return policy.weight_bits_of(is_trained=is_trained) if bucket.dtype.is_floating_point else 0
+
+
 def kept_bytes(bucket: Bucket, policy: ZeroPolicy, *, is_trained: bool) -> int:
     """Return `GatherSource.kept_bytes` of the source that `source_for` would create."""
     if bucket.unit is None:
         return 0
-    bits, secondary = policy.weight_bits_of(is_trained=is_trained), policy.keeps_secondary(bucket.num_shards)
+    bits, secondary = _bits(bucket, policy, is_trained=is_trained), policy.keeps_secondary(bucket.num_shards)
     codes = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(bucket.span_numel) if bits else 0
     part = bucket.numel // policy.secondary_group_size * bucket.dtype.itemsize if secondary else 0
     return codes + part
@@ -167,12 +173,21 @@ def kept_bytes(bucket: Bucket, policy: ZeroPolicy, *, is_trained: bool) -> int:
 def most_gathered_bytes(units: Mapping[str, int], buckets: Sequence[Bucket], policy: ZeroPolicy) -> int:
     """Return the most bytes of whole units: the buffers of `buckets`, and the messages of few bits that fill them.
 
-    units: elements by name, in the order of their modules.
+    units: elements by name, in the order of their modules.  As many elements as may be whole are filled with the
+    units that have the most bytes an element, the last one in part: units of codes and others differ.
     """
     if not buckets:
         return 0
-    most_numel = min(sum(units.values()), residence(units, policy, buckets[0].num_shards).most_numel)
+    left = most_numel = min(sum(units.values()), residence(units, policy, buckets[0].num_shards).most_numel)
+    sizes: collections.Counter[str] = collections.Counter()
+    for bucket in buckets:
+        sizes[bucket.unit or ""] += bucket.numel * bucket.dtype.itemsize
+    total = 0.0
+    for name in sorted(units, key=lambda name: -sizes[name] / units[name]):
+        part = min(left, units[name])
+        total, left = total + sizes[name] * part / units[name], left - part
     bits = max(policy.weight_bits, policy.frozen_weight_bits)
     code = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK) if bits else None
-    received = max(b.num_shards * code.num_bytes(b.span_numel) / b.numel for b in buckets) if code else 0
-    return math.ceil(most_numel * (max(bucket.dtype.itemsize for bucket in buckets) + received))
+    coded = [bucket for bucket in buckets if bucket.dtype.is_floating_point]
+    received = max((b.num_shards * code.num_bytes(b.span_numel) / b.numel for b in coded), default=0) if code else 0
+    return math.ceil(total + most_numel * received)

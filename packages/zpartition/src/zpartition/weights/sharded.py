@@ -3,7 +3,8 @@
 This rank's span is persistent.  The full bucket exists while a module needs it, in a buffer from a pool that all
 units share; the module's parameters are views of that buffer then, and *hollow* otherwise: tensors of the right
 shape, dtype and device that are one NaN, repeated by strides of 0.  A stray read returns NaN, and torch rejects
-writes; a placeholder of shape (0,), or of zeros, would be wrong silently.
+writes; a placeholder of shape (0,), or of zeros, would be wrong silently.  Codes have all bits set: as the bytes of a
+scale these are a NaN, too.
 
 Rejected: resizing the storage under the views to zero (as FSDP).  A CPU kernel that reads such a tensor crashes the
 process; and filling it again maps fresh pages, which takes three times as long as the copy itself.
@@ -35,6 +36,7 @@ from zpartition.memory.placement import (
     refresh_changed,
     same_bits,
 )
+from zpartition.memory.poison import is_poison, poison_of
 from zpartition.weights.gather_sources import SHARDS, GatherSource, source_for
 from zpartition.weights.storage import BucketStorage
 
@@ -83,7 +85,7 @@ class ShardedStorage:
         group, (lo, hi) = ranks.groups_for(bucket).shard, bucket.span(ranks.rank)
         own = flat_zeros(hi - lo, bucket.dtype, params[0].device, group)
         master = Parameter(own.to(policy.master_for(bucket.dtype)) if is_trained else own, requires_grad=is_trained)
-        poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
+        poison = torch.full((), poison_of(bucket.dtype), dtype=bucket.dtype, device=own.device)
         hollow = tuple(poison.expand(slot.shape) for slot in bucket.slots)
         source = source_for(bucket, policy.of(bucket), group, own.device, is_trained=is_trained)
         return cls(bucket, params, (lo, hi), DeviceParams(own), master, hollow, is_trained, source)
@@ -233,9 +235,9 @@ class ShardedStorage:
         if not self.hollow[0].is_cpu:
             return False
         poison = self.hollow[0].as_strided((), ())
-        written = not bool(poison.isnan())
+        written = not is_poison(poison)
         if written:
-            poison.fill_(torch.nan)
+            poison.fill_(poison_of(poison.dtype))
         return written
 
     def moved(self) -> str:
