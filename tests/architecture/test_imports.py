@@ -117,7 +117,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "adapters/merging.py": {"zpartition": {"gathered", "is_gathered"}},
     # codes of frozen weights
     "adapters/quantized_base.py": {
-        "zprecision": {f"quant.{name}" for name in ("QuantizedTensor", "format_name", "format_named", "quantize")}
+        "zprecision": {
+            f"quant.{name}" for name in ("Format", "QuantizedTensor", "format_name", "format_named", "quantize")
+        }
     },
     # rank 0 writes adapters
     "adapters/files.py": {
