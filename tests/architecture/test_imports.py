@@ -186,8 +186,16 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
                 "sequence",
                 "tensor.TensorPlan",
             ),
-            # inference on several ranks
-            *("ModelParallelGroup", "FullTensors", "expert_shards_of", "experts", "load_own_slices", "check_slices"),
+            # inference on several ranks, and bases of adapters that ranks share
+            *(
+                "Address",
+                "ModelParallelGroup",
+                "FullTensors",
+                "expert_shards_of",
+                "experts",
+                "load_own_slices",
+                "check_slices",
+            ),
             *("experts.ExpertParameter", "experts.MoE"),
             *("is_gathered", "local_weight"),  # attributes of parameters
             *("pipeline", "pipeline.PipelineModule"),

@@ -14,7 +14,7 @@ from zpartition.core import UnusedParametersError
 from zpartition.deferred.init import Init, is_deferred, recording, suspend_init
 from zpartition.estimate.memory import MemoryPlan, plan
 from zpartition.estimate.traffic import Flow, TrafficPlan, plan_traffic
-from zpartition.layout.address import LazyShard, Shard
+from zpartition.layout.address import Address, LazyShard, Shard
 from zpartition.layout.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
 from zpartition.layout.model_parallel import (
     ModelParallelGroup,
@@ -61,6 +61,7 @@ from zpartition.tensors.whole import FullTensors, own_parts, whole_state_dict
 __version__ = "0.3.0"
 
 __all__ = [
+    "Address",
     "Averaging",
     "Bucket",
     "BucketSizing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import zengine.deepspeed as deepspeed
+import zpartition
 from zcomm.testing import run_ranks
 from zengine.deepspeed.linear import Init, LoRAConfig, OptimizedLinear, QuantizationConfig, init_lora
 from zengine.deepspeed.linear.optimized_linear import LoRAOptimizedLinear
@@ -159,3 +161,41 @@ def _sharded() -> None:
 
 def test_a_sharded_base_weight_is_gathered() -> None:
     run_ranks(_sharded, 2)
+
+
+def _engine_of_sharded_bases(stage: int, folder: str) -> tuple[list[float], torch.Tensor]:
+    """Train adapters over bases of which each rank holds half; return losses and a whole base."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)  # ranks draw different bases: rank 0's part is of its own draw
+    lora = LoRAConfig(**LORA, base_weight_sharding=2)
+    model = nn.Sequential(*(OptimizedLinear(6, 6, lora_config=lora, dtype=torch.float32) for _ in range(2)))
+    before = model[0].full_weight().clone()
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": zero,
+    }
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
+    losses = []
+    for step in range(3):
+        engine.backward(engine(torch.randn(2, 6, generator=torch.Generator().manual_seed(step))).square().mean())
+        losses.append(engine.step().loss)
+        if step == 1:
+            engine.save_checkpoint(folder)
+    with zpartition.gathered(model, modifier_rank=0), torch.no_grad():
+        model[0].weight.zero_()
+    engine.load_checkpoint(folder)
+    with zpartition.gathered(model):
+        assert torch.equal(model[0].full_weight(), before)
+    engine.destroy()
+    return losses, before
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_leave_the_parts_of_a_sharded_base_alone(tmp_path: Path, stage: int) -> None:
+    (losses, base), (other_losses, other_base) = run_ranks(_engine_of_sharded_bases, 2, stage, str(tmp_path))
+    assert torch.equal(base, other_base)
+    assert losses == other_losses
+    assert losses[2] < losses[0]

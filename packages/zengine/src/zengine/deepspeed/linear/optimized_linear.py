@@ -16,6 +16,7 @@ from zengine.deepspeed.comm import all_gather_into_tensor
 from zengine.deepspeed.comm.world import get_rank, get_world_size, is_initialized
 from zengine.deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from zengine.deepspeed.linear.quantization import QuantizedLinear, QuantizedParameter
+from zpartition import Address, ModelParallelGroup, model_parallel_group_of
 
 __all__ = ["LoRAOptimizedLinear", "OptimizedLinear"]
 
@@ -113,6 +114,24 @@ class LoRAOptimizedLinear(nn.Module):
     def _own_part(self, whole: Tensor) -> Tensor:
         share = whole.numel() // self.zero_shards
         return whole.flatten().narrow(0, get_rank() * share, share).clone()
+
+    @property
+    def expert_group(self) -> ModelParallelGroup:
+        """Ranks that hold the other parts of a sharded base, and see other data, as those of experts do."""
+        return ModelParallelGroup.of(None) if self.zero_shards > 1 else ModelParallelGroup(None)
+
+    @property
+    def mp_group(self) -> ModelParallelGroup:
+        """The group of a layer that tensor parallelism does not split."""
+        return model_parallel_group_of(nn.Module())
+
+    def addresses(self) -> dict[str, Address]:
+        """Return the address of this rank's part among the parts of all ranks, so that no other's replaces it."""
+        if self.zero_shards == 1 or self.disabled:
+            return {}
+        rows, *others = self.weight.shape
+        box = ((get_rank() * rows, (get_rank() + 1) * rows), *((0, size) for size in others))
+        return {"weight": Address((self.zero_shards * rows, *others), (box,))}
 
     def disable(self) -> None:
         """Become an ordinary frozen layer, whose weight is loaded next."""
