@@ -152,7 +152,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # bytes of quantized weights
     "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
     # one token on all tensor ranks
-    "deepspeed/inference/generation.py": {"zpartition": {"tensor.agree_on_random_numbers"}},
+    "inference/calls/transformers_style.py": {"zpartition": {"tensor.agree_on_random_numbers"}},
     # files become modules: containers by zckpt, codes by zprecision, names and shapes compared by zpartition
     "inference/loading/": {
         "zckpt": {"Shard", "find", "interchange", "open_checkpoint", "read_gguf", "save", "whole"},

@@ -22,13 +22,14 @@ from torch.utils.hooks import RemovableHandle
 import zpartition
 from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
-from zengine.deepspeed.inference import generation, memory, offloading, splitting
+from zengine.deepspeed.inference import memory, offloading, splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
 from zengine.deepspeed.inference.files import check_packed, load_part, load_quantized, save_quantized
-from zengine.deepspeed.inference.fused import FusedPath, has_quantized_layers, recognized, reject_prompt
 from zengine.deepspeed.inference.graphs import GraphedModule
 from zengine.deepspeed.inference.offloading import WeightOffload
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
+from zengine.inference.calls import transformers_style as generation
+from zengine.inference.calls.path import FusedPath, has_quantized_layers, recognized, reject_prompt
 from zengine.inference.loading import weights
 from zengine.inference.offload import WeightStream
 from zengine.inference.quantized import LayerError

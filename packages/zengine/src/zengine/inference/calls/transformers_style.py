@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zengine.deepspeed.inference.fused import FusedPath
+from zengine.inference.calls.path import FusedPath
 from zengine.inference.generation import Request, generate
 from zengine.inference.sampling import Sampling
 from zpartition import ModelParallelGroup

@@ -27,35 +27,32 @@ __all__ = ["FusedPath", "recognized", "reject_prompt"]
 log = logging.getLogger("zengine")
 
 
-def recognized(module: nn.Module) -> Decoder | None:
+def recognized(module: nn.Module, asked_by: str = "replace_with_kernel_inject") -> Decoder | None:
     """Return the decoder that `module` computes, verified against it; None, with the reason logged, if it is none.
 
-    module: in eval mode, with plain weights.
+    module: in eval mode, with plain weights.  asked_by: key of a config, for messages.
     """
     try:
         decoder = recognize(module)
         found = verify(decoder, module)
     except (ValueError, LookupError, TypeError, RuntimeError) as error:  # the probe calls module(ids)
-        log.warning(
-            "replace_with_kernel_inject: %s is not fused, and its own forward runs: %s", type(module).__name__, error
-        )
+        log.warning("%s: %s is not fused, and its own forward runs: %s", asked_by, type(module).__name__, error)
         return None
     opaque = decoder.opaque
     log.info(
-        "replace_with_kernel_inject: %d blocks of %s fused (attention, norms, positions, cache%s); as they are: %s; "
-        "logits differ from the module's by at most %.1e",
-        *(len(decoder.blocks), type(module).__name__, "" if opaque else ", MLPs"),
+        "%s: %d blocks of %s fused (attention, norms, positions, cache%s); as they are: %s; logits differ from the "
+        "module's by at most %.1e",
+        *(asked_by, len(decoder.blocks), type(module).__name__, "" if opaque else ", MLPs"),
         *(", ".join(opaque) or "none", max(found.prompt_error, found.decode_error)),
     )
     return decoder
 
 
-def reject_prompt(length: int, limit: int) -> None:
-    """Raise RuntimeError (DeepSpeed's) if a prompt of `length` tokens exceeds max_out_tokens."""
+def reject_prompt(length: int, limit: int, place: str = "init_inference()") -> None:
+    """Raise RuntimeError (DeepSpeed's) if a prompt of `length` tokens exceeds the max_out_tokens of `place`."""
     if length > limit:
         raise RuntimeError(
-            f"Input with size {length} exceeds maximum length of {limit}: pass a larger max_out_tokens to "
-            "init_inference()."
+            f"Input with size {length} exceeds maximum length of {limit}: pass a larger max_out_tokens to {place}."
         )
 
 
@@ -87,6 +84,7 @@ class FusedPath:
     module: nn.Module  # whose weights `decoder` reads
     places: tuple[_Place, ...]  # of its weights when the decoder was made
     capacity: int  # tokens of a sequence, prompt and answer
+    place: str = "init_inference()"  # where max_out_tokens is given
     steps: DecoderPass | None = None  # with the cache of the largest batch so far
     timed: Callable[[], AbstractContextManager[object]] = nullcontext  # around each prefill, and each step of a batch
 
@@ -121,8 +119,8 @@ class FusedPath:
         if self.decoder.max_positions == self.capacity:
             limit, advice = f"the {self.capacity} positions that the model has learnt", ""
         else:
-            reject_prompt(prompt, self.capacity)
-            limit, advice = f"max_out_tokens = {self.capacity}", "raise it in init_inference(), or "
+            reject_prompt(prompt, self.capacity, self.place)
+            limit, advice = f"max_out_tokens = {self.capacity}", f"raise it in {self.place}, or "
         room = self.capacity - prompt + 1
         advice += (
             f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to {self.capacity} tokens"
