@@ -65,11 +65,13 @@ ORDER = {
             "captured_step",
             "adapters",
             "inference",
+            "rollout",
         ),
         *(
             "deepspeed_getters",
             "deepspeed_engine",
             "pipeline_engine",
+            "hybrid_engine",
             "initialize",
             "deepspeed",
             "planning",

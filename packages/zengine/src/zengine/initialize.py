@@ -184,6 +184,10 @@ def make_engine(
 
         pipeline = make_pipeline(model, parts, plan)
         engine: DeepSpeedEngine = PipelineEngine(model, parts, plan, pipeline)
+    elif plan.hybrid_engine.enabled:
+        from zengine.hybrid_engine import DeepSpeedHybridEngine  # imports all that generation needs
+
+        pipeline, engine = None, DeepSpeedHybridEngine(model, parts, plan)
     else:
         pipeline, engine = None, DeepSpeedEngine(model, parts, plan)
     engine._client = ClientObjects(optimizer=client.optimizer, scheduler=client.scheduler, mpu=client.mpu)

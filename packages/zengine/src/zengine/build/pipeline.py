@@ -113,6 +113,13 @@ def _problems_of_stages(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
             reason="micro-batches then have different numbers of samples, and stages send one shape",
             suggestion="Make the PipelineModule with dynamic_shape=True.",
         )
+    if plan.hybrid_engine.enabled:
+        yield Problem(
+            key="hybrid_engine.enabled",
+            given=True,
+            reason="a PipelineModule has its layers on several ranks, and generation needs them on one",
+            suggestion="Train the model without stages (ZeRO-3 shards its weights), or leave the section out.",
+        )
     if model.is_compiled and asked.schedule == "zero_bubble":
         yield Problem(
             key="pipeline.schedule",

@@ -18,7 +18,7 @@ KNOWN = {".".join(path): row for path, row in walk(ROOT)}
 
 # Keys whose legal values are rejected: the feature is not there (yet), and without it the training is another one.
 REJECTED = {
-    *("eigenvalue.enabled", "hybrid_engine.enabled"),
+    "eigenvalue.enabled",
     *("quantize_training.enabled", "sparse_attention", "weight_quantization", "zero_optimization.zeropp_loco_param"),
     "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled",
     "compression_training.layer_reduction",

@@ -101,6 +101,7 @@ fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.ini
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale
 disable_python_gc
 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+hybrid_engine.enabled hybrid_engine.max_out_tokens hybrid_engine.release_inference_cache
 jsonl_monitor.enabled jsonl_monitor.job_name jsonl_monitor.output_path
 log_level
 managed_gradient_accumulation

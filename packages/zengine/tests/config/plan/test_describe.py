@@ -38,6 +38,7 @@ EVERYTHING = {
     "flops_profiler": {"enabled": True},
     "profiler": {"enabled": True},
     "progressive_layer_drop": {"enabled": True},
+    "hybrid_engine": {"enabled": True},
     "elasticity": {
         "enabled": True,
         "max_train_batch_size": 64,

@@ -88,18 +88,6 @@ GRAPH_HARVESTING = ignored(TRUTH, False, why='torch.compile(mode="reduce-overhea
 
 QUANTIZED_WEIGHTS = rejected("quantized inference weights are not available yet", "Remove the section.")
 
-HYBRID_ENGINE = unavailable(
-    "the hybrid train/generate engine",
-    checked_only(
-        max_out_tokens=whole(1),
-        inference_tp_size=whole(1),
-        release_inference_cache=TRUTH,
-        pin_parameters=TRUTH,
-        tp_gather_partition_size=whole(1),
-        enable_cuda_graph=TRUTH,
-    ),
-)
-
 _COMPILES = "torch.compile on the model or its blocks compiles them"
 
 COMPILE = Section(
@@ -231,7 +219,6 @@ INFERENCE: dict[str, Row] = {
 }
 
 OTHERS: dict[str, Row] = {
-    "hybrid_engine": HYBRID_ENGINE,
     "compile": COMPILE,
     "eigenvalue": EIGENVALUE,
     "compression_training": COMPRESSION_TRAINING,

@@ -1,11 +1,11 @@
-"""Keys of optional training techniques: progressive layer drop, elastic batch sizes."""
+"""Keys of optional techniques: progressive layer drop, elastic batch sizes, generation with the trained weights."""
 
 from __future__ import annotations
 
 import attrs
 
 from zengine.config.grammar.kinds import COUNT, TEXT, TRUTH, list_of, null_or, number, whole
-from zengine.config.grammar.table import ignored, section, setting
+from zengine.config.grammar.table import Row, fixed, ignored, section, section_of, setting
 
 MICRO_BATCHES = list_of(whole(1), "a list of whole numbers >= 1")
 VERSION = number(0.1, 0.2)
@@ -47,6 +47,24 @@ class Elasticity:
     num_gpus_per_node: int = setting(whole(1), 1, "0.2: ranks of a host")
 
 
+@attrs.frozen(kw_only=True)
+class HybridEngine:
+    """hybrid_engine: the engine also generates, with the weights that it trains."""
+
+    enabled: bool = setting(TRUTH, False, "initialize() returns an engine that generates")
+    max_out_tokens: int = setting(whole(1), 512, "most tokens of a sequence: prompt and answer")
+    release_inference_cache: bool = setting(TRUTH, False, "free keys and values after each generation")
+
+
+_HYBRID_OTHERS: dict[str, Row] = {
+    "inference_tp_size": fixed(whole(1), 1, why="generation with weights that are split over ranks"),
+    "pin_parameters": ignored(TRUTH, True, why="stage 3 gathers once for all tokens of a rollout, always"),
+    "tp_gather_partition_size": ignored(whole(1), why="it belongs to inference_tp_size"),
+    "enable_cuda_graph": ignored(TRUTH, False, why="generation launches its kernels itself"),
+}
+HYBRID_ENGINE = section_of(HybridEngine, _HYBRID_OTHERS, switch="enabled")
+
+
 @attrs.frozen(kw_only=True, slots=False)
 class FeatureKeys:
     """Sections of the top level about optional techniques: `Plan` has the same fields."""
@@ -57,3 +75,4 @@ class FeatureKeys:
         {"min_time": ignored(COUNT, 0, why="schedulers of jobs read it")},
         switch="enabled",
     )
+    hybrid_engine: HybridEngine = section(HybridEngine, _HYBRID_OTHERS, switch="enabled")

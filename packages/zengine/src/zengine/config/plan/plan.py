@@ -17,7 +17,7 @@ import attrs
 import zckpt
 from zengine.config.keys.checkpoint import CheckpointSettings
 from zengine.config.keys.faults import FaultKeys
-from zengine.config.keys.features import Elasticity, FeatureKeys, ProgressiveLayerDrop
+from zengine.config.keys.features import Elasticity, FeatureKeys, HybridEngine, ProgressiveLayerDrop
 from zengine.config.keys.parallel import ActivationCheckpointing, Pipeline
 from zengine.config.keys.training import RunKeys, TrainingKeys
 from zengine.config.plan.batch import BatchPlan
@@ -55,6 +55,7 @@ class Plan(FaultKeys, RunKeys):
     data: DataPlan
     progressive_layer_drop: ProgressiveLayerDrop
     elasticity: Elasticity
+    hybrid_engine: HybridEngine
     checkpoint: CheckpointSettings
     keep: zckpt.RetentionPolicy  # retention of old checkpoints after each save
     loads_full_masters: bool  # False: load_checkpoint rounds masters to the dtype of the weights

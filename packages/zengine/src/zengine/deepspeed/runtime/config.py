@@ -17,7 +17,7 @@ import torch
 from zengine.config import ConfigError as DeepSpeedConfigError
 from zengine.config import Facts, Plan, load, resolve
 from zengine.config.grammar.source import read
-from zengine.config.keys.absent import HYBRID_ENGINE
+from zengine.config.keys.features import HYBRID_ENGINE
 from zengine.deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from zengine.deepspeed.comm.config import DeepSpeedCommsConfig
 from zengine.deepspeed.comm.world import get_rank, get_world_size
@@ -190,7 +190,7 @@ def get_gradient_allreduce_op(param_dict: Document) -> str:
 
 @final
 class HybridEngineConfig(SectionModel):
-    """Section `hybrid_engine`; there is no such engine, so `enabled` is false."""
+    """Section `hybrid_engine`."""
 
     rows = HYBRID_ENGINE
     defaults: ClassVar[Mapping[str, Any]] = {

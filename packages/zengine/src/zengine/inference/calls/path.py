@@ -95,6 +95,12 @@ class FusedPath:
         capacity = max_out_tokens if most is None else min(max_out_tokens, most)
         return cls(with_weights_of(decoder, module), module, _places(module), capacity)
 
+    @classmethod
+    def over(cls, decoder: Decoder, module: nn.Module, max_out_tokens: int, place: str) -> FusedPath:
+        """Return the path of a decoder that has just been recognized in `module`."""
+        capacity = min(max_out_tokens, decoder.max_positions or max_out_tokens)
+        return cls(decoder, module, _places(module), capacity, place)
+
     def __reduce__(self) -> tuple[Callable[[nn.Module, int], FusedPath | None], tuple[nn.Module, int]]:
         return _recognized_path, (self.module, self.capacity)
 

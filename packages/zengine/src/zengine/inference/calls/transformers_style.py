@@ -77,9 +77,12 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 _READ = ("input_ids", "attention_mask", "logits_to_keep")  # arguments of the module that the loop understands
 
 
-def unfused_argument(module: nn.Module, given: Mapping[str, Any]) -> str:
-    """Return the name of an argument that the fused loop cannot honour; "" if there is none."""
-    make: Any = module.generate
+def unfused_argument(module: nn.Module, given: Mapping[str, Any], make: Any = None) -> str:
+    """Return the name of an argument that the fused loop cannot honour; "" if there is none.
+
+    make: the module's `generate`, if an engine has put its own in that place.
+    """
+    make = module.generate if make is None else make
     accepted = inspect.signature(make).parameters
     if "custom_generate" not in accepted:
         return "custom_generate (this version of Transformers lacks it)"
@@ -94,8 +97,11 @@ def unfused_argument(module: nn.Module, given: Mapping[str, Any]) -> str:
     return next((name for name, value in given.items() if name not in known and value is not None), "")
 
 
-def fused_generate(path: FusedPath, module: nn.Module, given: Mapping[str, Any]) -> Any:
-    """Call the module's `generate` (Transformers') with the fused loop; `given` are its arguments, by name."""
+def fused_generate(path: FusedPath, module: nn.Module, given: Mapping[str, Any], make: Any = None) -> Any:
+    """Call the module's `generate` (Transformers') with the fused loop; `given` are its arguments, by name.
+
+    make: as for `unfused_argument`.
+    """
     given = dict(given)
     strings, tokenizer = given.pop("stop_strings", None), given.pop("tokenizer", None)
     if strings is not None:
@@ -116,7 +122,7 @@ def fused_generate(path: FusedPath, module: nn.Module, given: Mapping[str, Any])
         loop = _Loop(logits_processor, stopping_criteria, generation_config, given.get("streamer"))
         return _decode(path, input_ids, model_kwargs.get("attention_mask"), loop)
 
-    make: Any = module.generate
+    make = module.generate if make is None else make
     return make(**given, custom_generate=decode)
 
 

@@ -1,0 +1,178 @@
+"""Engine that trains and generates on one set of weights (the section `hybrid_engine`).
+
+    engine, *_ = zengine.initialize(model=model, config={..., "hybrid_engine": {"enabled": True}})
+    rollout = engine.rollout(prompts, n=8, sampling=SamplingConfig(max_new_tokens=64))
+    loss = engine(batch); engine.backward(loss); engine.step()
+
+`generate` has the arguments and results of the module's own, which the module's attribute `generate` leads to, too,
+as in DeepSpeed.  Weights, optimizer and training mode are untouched by generation (see zengine/rollout/weights.py).
+
+Traps of DeepSpeed's hybrid engine that are closed: a model that is not recognized generates by its own forward, with
+a warning, and not silently; nothing is printed; no size of an earlier batch is kept; at stage 3 weights are gathered
+once for all tokens, also without pin_parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from zengine.config import Plan
+from zengine.deepspeed_engine import DeepSpeedEngine
+from zengine.engine.feature import Feature
+from zengine.engine.parts import Parts
+from zengine.inference.calls.path import reject_prompt
+from zengine.inference.calls.transformers_style import fused_generate, own_generate, unfused_argument
+from zengine.rollout.rollouts import Prompts, Rollouts
+from zengine.rollout.samples import Rollout, RolloutSample
+from zengine.rollout.values import RolloutConfig, SamplingConfig
+from zengine.rollout.weights import PLACE, Weights
+
+__all__ = ["DeepSpeedHybridEngine"]
+
+log = logging.getLogger("zengine")
+
+
+class _ModuleGenerate:
+    """`module.generate` while the module has a hybrid engine.  A copied or pickled module has its class's again."""
+
+    def __init__(self, engine: DeepSpeedHybridEngine, module: nn.Module) -> None:
+        self.engine, self.module = engine, module
+        self.__wrapped__ = getattr(module, "generate", own_generate)  # whose signature this has
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.generate(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = getattr(type(self.module), "generate", None)
+        return (_without_generate, (type(self.module).__name__,)) if own is None else (partial, (own, self.module))
+
+
+def _without_generate(name: str) -> Callable[..., Any]:
+    """Return what stands in the place of `generate` in a copy of a module that has none."""
+    return partial(_raise_without_generate, name)
+
+
+def _raise_without_generate(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise AttributeError(f"{name} has no generate(): this is a copy of the module of a hybrid engine")
+
+
+class DeepSpeedHybridEngine(DeepSpeedEngine):
+    """`DeepSpeedEngine` that generates."""
+
+    def __init__(self, module: nn.Module, parts: Parts, plan: Plan, features: tuple[Feature, ...] = ()) -> None:
+        super().__init__(module, parts, plan, features)
+        section = plan.hybrid_engine
+        weights = Weights(
+            module,
+            capacity=section.max_out_tokens,
+            version=lambda: self.clock.applied_steps,
+            keeps_cache=not section.release_inference_cache,
+            shards=plan.zero.shards_weights,
+        )
+        self._rollouts = Rollouts(self._run, weights, self._lent_states)
+        self._told: set[str] = set()  # what was logged once
+        self._own_generate = getattr(module, "generate", None)  # the module's; None without one
+        self._had_own = "generate" in module.__dict__
+        module.__dict__["generate"] = _ModuleGenerate(self, module)
+
+    def rollout(
+        self,
+        prompts: Prompts,
+        n: int | None = None,
+        sampling: SamplingConfig | None = None,
+        logprobs: bool = True,
+        *,
+        seeds: Sequence[Sequence[int]] | None = None,
+        config: RolloutConfig | None = None,
+    ) -> Rollout:
+        """Return samples of this rank's prompts, with the log-probability of each token.
+
+        prompts: token ids of each prompt: lists, or tensors (time,).
+        n: samples of a prompt; default: sampling.n_samples_per_prompt.
+        logprobs: accepted for symmetry with other engines; they are always there.
+        seeds: one for each sample of each prompt; default: from the number of optimizer steps and the prompt.
+        config: how to compute this rollout and those after it.
+
+        At stage 3 every rank calls, with prompts of its own.
+
+        Raises:
+            ValueError: on every rank of sharded weights, before any weight moves: a prompt that is empty or too long,
+                seeds that do not match; or the module is no decoder that is recognized, with the reason.
+        """
+        if config is not None:
+            self._rollouts.config = config
+        self.clock.require_open("rollout")
+        return self._rollouts.rollout(prompts, n=n, sampling=sampling, seeds=seeds)
+
+    def log_probs(self, samples: Sequence[RolloutSample], *, reference: bool = False) -> list[tuple[float, ...]]:
+        """Return the log-probability of each new token of `samples` by the present weights; all ranks call.
+
+        reference: of the model without its adapters (LoRA), a frozen reference that costs no memory.
+        """
+        return self._rollouts.log_probs(samples, reference=reference)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Hold whole weights inside the block, so that several rollouts share one gather; all ranks enter it."""
+        return self._rollouts.weights.open()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the arguments and results of the module's own `generate`; all ranks call at stage 3.
+
+        A module without one takes the arguments of `zengine.inference.calls.transformers_style.own_generate`.
+
+        Raises:
+            RuntimeError: (DeepSpeed's) the prompt exceeds max_out_tokens.
+            AttributeError: the module has no `generate` and is no decoder that is recognized.
+        """
+        weights, make = self._rollouts.weights, self._own_generate
+        prompt = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
+        if isinstance(prompt, Tensor):
+            reject_prompt(prompt.shape[-1], weights.capacity, PLACE)
+        with weights.open():
+            path = weights.present_path()
+            if path is None:
+                self._log_once(f"is not accelerated, and its own forward generates: {weights.reason}")
+                if make is None:
+                    raise AttributeError(
+                        f"{type(self.module).__name__} has no generate() and is no decoder that is recognized: "
+                        f"{weights.reason}"
+                    )
+                return make(*args, **kwargs)
+            if make is None:
+                return own_generate(path, *args, **kwargs)
+            if not hasattr(self.module, "generation_config"):  # not that of Transformers
+                return make(*args, **kwargs)
+            given = {**dict(zip(inspect.signature(make).parameters, args)), **kwargs}
+            if other := unfused_argument(self.module, given, make):
+                self._log_once(f"generates by its own forward: the fused path cannot do {other}")
+                return make(**given)
+            return fused_generate(path, self.module, given, make)
+
+    def close(self) -> None:
+        """Give the module its own `generate` back, and close the engine."""
+        if isinstance(self.module.__dict__.get("generate"), _ModuleGenerate):
+            del self.module.__dict__["generate"]
+            if self._had_own:
+                self.module.__dict__["generate"] = self._own_generate
+        super().close()
+
+    def _log_once(self, what: str) -> None:
+        if what not in self._told and self.parts.world.rank == 0:
+            self._told.add(what)
+            log.warning("hybrid_engine: %s %s", type(self.module).__name__, what)
+
+    @contextmanager
+    def _lent_states(self) -> Iterator[None]:
+        """Move optimizer states and masters to the host inside the block."""
+        self.offload_states(include=["optim_states", "hp_params"])
+        try:
+            yield
+        finally:
+            self.reload_states()

@@ -1,0 +1,200 @@
+"""Rollouts of an engine: prompts in, samples and their log-probabilities out.
+
+Phases of `rollout`: check the request by its numbers, on every rank, before weights move; open the weights; compute
+each prompt once and its samples over the slots of one cache, refilled as samples end; compare a few samples with the
+trainer's own forward; chart.
+
+A sample is a function of weights, prompt and seed.  Without seeds they follow from the number of optimizer steps, the
+tokens of the prompt and the index of the sample, so a run that resumes draws the samples that it would have drawn,
+on any rank, in any batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+from torch import Tensor
+
+from zengine.adapters import adapters_disabled
+from zengine.inference.generation import Request, Sample, generate
+from zengine.rollout.compare import Agreement, agreement, log_probs_of
+from zengine.rollout.samples import Rollout, RolloutSample, RolloutStats
+from zengine.rollout.values import RolloutConfig, SamplingConfig
+from zengine.rollout.weights import PLACE, Weights
+
+if TYPE_CHECKING:
+    from zengine.engine.parts import Run
+    from zengine.inference.decoder import DecoderPass
+
+__all__ = ["Rollouts"]
+
+Prompts = Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+_SEEDS = 2**62
+
+
+@final
+@attrs.define(eq=False)
+class _Counted:
+    """A pass that counts its steps."""
+
+    steps: DecoderPass
+    num_steps: int = 0
+
+    @property
+    def decoder(self) -> Any:
+        return self.steps.decoder
+
+    @property
+    def cache(self) -> Any:
+        return self.steps.cache
+
+    def forward(self, ids: Tensor, slot: int) -> Tensor:
+        return self.steps.forward(ids, slot)
+
+    def forward_each(self, ids: Tensor, slots: Sequence[int]) -> Tensor:
+        self.num_steps += 1
+        return self.steps.forward_each(ids, slots)
+
+
+@final
+@attrs.define(eq=False)
+class Rollouts:
+    """Generation with the weights of one engine."""
+
+    run: Run
+    weights: Weights
+    lend_states: Callable[[], AbstractContextManager[None]]  # optimizer states rest on the host inside
+    config: RolloutConfig = attrs.field(factory=RolloutConfig)
+
+    def rollout(
+        self,
+        prompts: Prompts,
+        *,
+        n: int | None = None,
+        sampling: SamplingConfig | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
+    ) -> Rollout:
+        """Return `n` samples of each of this rank's prompts; see `DeepSpeedHybridEngine.rollout`."""
+        rule = sampling or SamplingConfig(max_new_tokens=128)
+        count = rule.n_samples_per_prompt if n is None else n
+        requests = self._requests(prompts, rule, count, seeds)
+        begin = time.perf_counter()
+        with self._lent_states(), self.weights.open():
+            slots = rule.continuous_batch_size or self.config.num_slots
+            num_samples = sum(len(each.seeds) for each in requests)
+            steps = _Counted(self.weights.steps(min(slots, max(num_samples, 1)), self.config.quantize))
+            made = generate(steps, requests)  # type: ignore[arg-type]
+            duration_s = time.perf_counter() - begin
+            samples = tuple(_flat(requests, made))
+            found = self._compare(samples)
+        stats = RolloutStats(
+            num_tokens=sum(len(sample.tokens) for sample in samples),
+            num_decode_steps=steps.num_steps,
+            duration_s=duration_s,
+            kl=found.kl,
+            max_delta_log_prob=found.max_delta,
+        )
+        rollout = Rollout(samples=samples, weights_version=self.weights.version(), stats=stats)
+        self._chart(rollout)
+        return rollout
+
+    def log_probs(self, samples: Sequence[RolloutSample], *, reference: bool = False) -> list[tuple[float, ...]]:
+        """Return the log-probability of each new token by the trainer's forward, in eval mode, without gradients.
+
+        reference: of the model without its adapters.  At stage 3 every rank calls.
+        """
+        module = self.run.module
+        base = adapters_disabled(module) if reference else nullcontext()
+        with self.weights.open(), base:
+            return log_probs_of(module, samples)
+
+    @contextmanager
+    def _lent_states(self) -> Iterator[None]:
+        with self.lend_states() if self.config.offload_states else nullcontext():
+            yield
+
+    def _compare(self, samples: Sequence[RolloutSample]) -> Agreement:
+        some = samples[: self.config.compare]
+        trainer = log_probs_of(self.run.module, some)
+        return agreement(trainer, [sample.log_probs for sample in some])
+
+    def _chart(self, rollout: Rollout) -> None:
+        stats, step = rollout.stats, self.run.clock.steps
+        num_samples = max(len(rollout.samples), 1)
+        self.run.parts.telemetry.write_events(
+            [
+                ("rollout/kl", stats.kl, step),
+                ("rollout/max_delta_log_prob", stats.max_delta_log_prob, step),
+                ("rollout/tokens_per_second", stats.tokens_per_second, step),
+                ("rollout/mean_length", stats.num_tokens / num_samples, step),
+            ]
+        )
+
+    # -- the request -----------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Prompts, rule: SamplingConfig, count: int, seeds: Sequence[Sequence[int]] | None
+    ) -> list[Request]:
+        """Return the requests of this rank; ranks of sharded weights agree on mistakes first.  Raises ValueError."""
+        problem, requests = "", []
+        try:
+            requests = self._checked_requests(prompts, rule, count, seeds)
+        except ValueError as error:
+            problem = str(error)
+        agree = self.weights.shards and not self.weights.is_open
+        problems = self.run.parts.exchange(problem) if agree else [problem]
+        for rank, each in enumerate(problems):
+            if each:
+                raise ValueError(each if len(problems) == 1 else f"rank {rank}: {each}")
+        return requests
+
+    def _checked_requests(
+        self, prompts: Prompts, rule: SamplingConfig, count: int, seeds: Sequence[Sequence[int]] | None
+    ) -> list[Request]:
+        if self.config.exact:
+            raise ValueError("RolloutConfig.exact is not available yet: set it to False")
+        if count < 1:
+            raise ValueError(f"rollout(): n = {count}; ask for at least 1 sample of each prompt")
+        tokens = [tuple(int(token) for token in prompt) for prompt in prompts]
+        if seeds is not None and [len(each) for each in seeds] != [count] * len(tokens):
+            raise ValueError(
+                f"rollout(): seeds must be {count} numbers for each of the {len(tokens)} prompts; their lengths are "
+                f"{[len(each) for each in seeds]}"
+            )
+        most = self.weights.most_tokens
+        for index, prompt in enumerate(tokens):
+            if not prompt:
+                raise ValueError(f"prompt {index} has no tokens; give at least one")
+            if len(prompt) + rule.max_new_tokens - 1 > most:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens and may get {rule.max_new_tokens} more; a sequence may "
+                    f"have {most + 1} ({PLACE}, and the positions of the model): raise it, shorten the prompt, or "
+                    f"ask for at most {max(most - len(prompt) + 1, 0)} new tokens"
+                )
+        made = [self._seeds(prompt, count, tokens[:index].count(prompt)) for index, prompt in enumerate(tokens)]
+        chosen = made if seeds is None else [tuple(each) for each in seeds]
+        sampling = rule.rule()
+        return [Request(prompt=prompt, sampling=sampling, seeds=own) for prompt, own in zip(tokens, chosen)]
+
+    def _seeds(self, prompt: tuple[int, ...], count: int, occurrence: int) -> tuple[int, ...]:
+        key = f"{self.weights.version()} {occurrence} {prompt}".encode()
+        first = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % _SEEDS
+        return tuple(first + index for index in range(count))
+
+
+def _flat(requests: Sequence[Request], made: Sequence[Sequence[Sample]]) -> Iterator[RolloutSample]:
+    for index, (request, samples) in enumerate(zip(requests, made)):
+        for seed, sample in zip(request.seeds, samples):
+            yield RolloutSample(
+                prompt_index=index,
+                prompt=request.prompt,
+                tokens=sample.tokens,
+                log_probs=sample.log_probs,
+                seed=seed,
+                finish=sample.finish,
+            )

@@ -1,0 +1,165 @@
+"""The trainer's weights, opened for generation.
+
+Problem.  Generation needs whole weights for thousands of tokens; ZeRO-3 has shards, LoRA has a base and an update.
+
+Design.  A `Weights` object belongs to an engine.  Inside `open()` the module is in eval mode and its weights are
+whole: at stages 0 to 2 they always are, and the decoder reads them where they lie (no byte is copied); at stage 3
+they are gathered once, unit by unit, and stay until the block ends.  Adapters are merged into a copy of the matrices
+that they update, in float32 and rounded once; the base is never written, so its bits do not change.  Opening inside
+an open block is free, so several rollouts, or turns, share one gather.
+
+Rejected: gathering in each layer's forward (the model travels for every token); adding the update to the base and
+subtracting it afterwards, which does not give the base's bits back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+import zpartition
+from zengine.adapters.foreign import adapted
+from zengine.inference.cache import KVCache
+from zengine.inference.calls.path import FusedPath
+from zengine.inference.decoder import DecoderPass
+from zengine.inference.quantized import quantized
+from zengine.inference.recognize import learnt_positions, recognize
+from zengine.inference.structure import Decoder
+from zengine.inference.verify import verify
+from zprecision.quant import format_named
+
+__all__ = ["PLACE", "Steps", "Weights", "evaluating"]
+
+
+class Steps(Protocol):
+    """A pass over a cache, as generation uses it: a `DecoderPass`, or the exact one."""
+
+    decoder: Decoder
+    cache: KVCache
+
+    def forward(self, ids: Tensor, slot: int) -> Tensor: ...
+    def forward_each(self, ids: Tensor, slots: list[int]) -> Tensor: ...
+
+
+PLACE = "hybrid_engine.max_out_tokens"  # the key of the config that limits prompt and sample
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put every submodule into eval mode; each gets its own mode back."""
+    training = [each for each in module.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+@final
+@attrs.define(eq=False)
+class Weights:
+    """Weights of an engine's module, for generation.
+
+    Invariant: outside of `open`, nothing here holds a gathered, merged or quantized weight.
+    """
+
+    module: nn.Module
+    capacity: int  # tokens of a sequence, prompt and sample
+    version: Callable[[], int]  # optimizer steps that the weights have seen
+    keeps_cache: bool  # the cache stays allocated between rollouts
+    shards: bool  # weights are sharded, so opening is a collective
+    is_open: bool = False
+    decoder: Decoder | None = None  # over the module's own weights
+    was_verified: bool = False
+    cache: KVCache | None = None  # of the largest rollout so far
+    path: FusedPath | None = None  # over `decoder`; its cache is that of `generate`
+    reason: str = ""  # why `present_path` returned None
+    recognized_at: int = -1  # version for which `decoder` was made
+    quantized_decoders: dict[str, Decoder] = attrs.field(factory=dict)  # copies, by format
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that prompt and sample may have together, known without the weights."""
+        return min(self.capacity, learnt_positions(self.module) or self.capacity)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Hold whole weights inside the block; at stage 3 every rank enters it."""
+        if self.is_open:
+            yield
+            return
+        with ExitStack() as stack:
+            if self.shards:
+                stack.enter_context(zpartition.gathered(self.module))
+            stack.enter_context(evaluating(self.module))
+            stack.enter_context(torch.no_grad())
+            self.is_open = True
+            try:
+                yield
+            finally:
+                self._forget()
+
+    def _forget(self) -> None:
+        self.is_open = False
+        self.quantized_decoders.clear()
+        if self.shards or any(adapted(each) is not None for each in self.module.modules()):
+            self.decoder = self.path = None
+        if not self.keeps_cache:
+            self.cache = None
+            if self.path is not None:
+                self.path.steps = None
+
+    def present_decoder(self) -> Decoder:
+        """Return the decoder over the present weights.  Raises NotRecognized."""
+        assert self.is_open
+        # Before training, norms are all ones and some matrices all zeros, so that forms may look alike.
+        is_stale = self.recognized_at == 0 and self.version() > 0
+        if self.decoder is not None and self.path is not None and self.path.is_current and not is_stale:
+            return self.decoder
+        decoder = recognize(self.module)
+        if is_stale or not self.was_verified:
+            verify(decoder, self.module)
+        self.decoder, self.was_verified, self.recognized_at = decoder, True, self.version()
+        self.path = FusedPath.over(decoder, self.module, self.capacity, PLACE)
+        return decoder
+
+    def steps(self, num_slots: int, format: str = "") -> DecoderPass:
+        """Return a pass with at least `num_slots` empty slots.
+
+        format: of a quantized copy, made once in each block; "": the weights themselves.
+        """
+        decoder = self.present_decoder()
+        if format:
+            if format not in self.quantized_decoders:
+                self.quantized_decoders[format] = quantized(decoder, format_named(format))[0]
+            decoder = self.quantized_decoders[format]
+        return DecoderPass(decoder, self.empty_cache(decoder, num_slots))
+
+    def empty_cache(self, decoder: Decoder, num_slots: int) -> KVCache:
+        """Return a cache with at least `num_slots` slots, all empty."""
+        capacity = min(self.most_tokens, decoder.max_positions or self.capacity)
+        like = decoder.embedding.tokens
+        found = self.cache
+        fits = found is not None and found.num_slots >= num_slots and found.capacity == capacity
+        if not fits or found is None or found.keys[0].dtype != like.dtype or found.keys[0].device != like.device:
+            self.cache = None  # frees the smaller one first
+            found = self.cache = KVCache.create(decoder, num_slots, capacity)
+        for slot in range(found.num_slots):
+            found.clear(slot)
+        return found
+
+    def present_path(self) -> FusedPath | None:
+        """Return the fused path of `generate`; None if the module is no decoder that is recognized."""
+        try:
+            self.present_decoder()
+        except (ValueError, LookupError, TypeError, RuntimeError) as error:  # the probe calls module(ids)
+            self.reason = str(error)
+            return None
+        return self.path

@@ -1,0 +1,6 @@
+"""Makes `tiny_lm` importable by the tests of this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

@@ -1,0 +1,339 @@
+"""The hybrid engine: generation and rollouts with the weights that are trained, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_lm import PROMPTS, TinyLM, config, engine_of, train
+from torch import nn
+
+import zengine
+from zcomm.testing import run_ranks
+from zengine.adapters import LoRAConfig, add_lora
+from zengine.deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from zengine.rollout import RolloutConfig, SamplingConfig
+from zpartition.pipeline import LayerSpec, PipelineModule
+
+SAMPLING = SamplingConfig(max_new_tokens=9)
+
+
+def oracle(module: nn.Module, rollout: Any) -> float:
+    """Return the largest difference of the rollout's log-probabilities from those of the module's forward."""
+    worst = 0.0
+    with torch.no_grad():
+        for sample in rollout.samples:
+            ids = torch.tensor([[*sample.prompt, *sample.tokens]])
+            rows = torch.log_softmax(module(ids)[0].double(), -1)
+            for at, (token, found) in enumerate(zip(sample.tokens, sample.log_probs)):
+                worst = max(worst, abs(float(rows[len(sample.prompt) - 1 + at, token]) - found))
+    return worst
+
+
+def _rollout(stage: int, steps: int = 3) -> dict[str, Any]:
+    engine = engine_of(stage)
+    assert isinstance(engine, DeepSpeedHybridEngine)
+    losses = train(engine, steps)
+    rollout = engine.rollout(PROMPTS, n=3, sampling=SAMPLING)
+    again = engine.rollout(PROMPTS[::-1], n=3, sampling=SAMPLING, config=RolloutConfig(num_slots=2))
+    losses += train(engine, 2)
+    with engine.opened():
+        later = engine.rollout(PROMPTS, n=1, sampling=SAMPLING)
+        worst = oracle(engine.module, later)
+    found = {
+        "samples": [(sample.prompt, sample.tokens, sample.log_probs) for sample in rollout.samples],
+        "again": [(sample.prompt, sample.tokens, sample.log_probs) for sample in again.samples],
+        "losses": losses,
+        "worst": worst,
+        "stats": rollout.stats,
+        "later": [sample.tokens for sample in later.samples],
+    }
+    engine.close()
+    return found
+
+
+def _plain_losses(stage: int) -> list[float]:
+    engine = engine_of(stage, hybrid_engine={"enabled": False})
+    losses = train(engine, 3) + train(engine, 2)
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rollout_is_that_of_the_trained_weights_at_every_stage(world: int) -> None:
+    by_stage = [run_ranks(_rollout, world, stage) for stage in range(4)]
+    first = by_stage[0][0]
+    for ranks in by_stage:
+        for found in ranks:
+            assert found["samples"] == first["samples"]  # of weights, prompt and seed alone
+            assert sorted(found["again"]) == sorted(first["samples"])  # not of order and slots
+            assert found["worst"] < 1e-5
+            assert found["later"] != [tokens for _, tokens, _ in first["samples"]][::3]
+            assert found["stats"].kl < 1e-9
+            assert found["stats"].max_delta_log_prob < 1e-5
+    plain = run_ranks(_plain_losses, world, 0)
+    for rank in range(world):
+        assert all(ranks[rank]["losses"] == plain[rank] for ranks in by_stage)  # training is undisturbed
+
+
+def test_samples_of_a_prompt_differ_and_a_prompt_given_twice_has_others() -> None:
+    engine = engine_of()
+    rollout = engine.rollout([[1, 2], [1, 2]], n=4, sampling=SAMPLING)
+    assert len({sample.tokens for sample in rollout.samples}) == 8
+    assert [len(each) for each in rollout.by_prompt()] == [4, 4]
+    chosen = engine.rollout([[1, 2]], n=2, sampling=SAMPLING, seeds=[[5, 5]])
+    assert chosen.samples[0].tokens == chosen.samples[1].tokens
+    engine.close()
+
+
+def test_slots_are_refilled_as_samples_end() -> None:
+    """Samples that end early make room: steps are near the mean length, not the longest."""
+    engine = engine_of(hybrid_engine={"enabled": True, "max_out_tokens": 48})
+    rule = SamplingConfig(max_new_tokens=40, stop_tokens=tuple(range(2)))
+    rollout = engine.rollout([[3]] * 32, n=1, sampling=rule, config=RolloutConfig(num_slots=4, compare=0))
+    lengths = [len(sample.tokens) for sample in rollout.samples]
+    static_steps = sum(max(lengths[at : at + 4]) - 1 for at in range(0, 32, 4))
+    assert sum(lengths) / len(lengths) < 0.5 * max(lengths)
+    assert static_steps / rollout.stats.num_decode_steps > 1.5
+    assert rollout.stats.num_decode_steps >= (sum(lengths) - 32) / 4
+    engine.close()
+
+
+def test_a_prompt_is_computed_once_for_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zengine.inference.decoder import DecoderPass
+
+    engine = engine_of()
+    engine.rollout([[1]], n=1, sampling=SAMPLING)
+    lengths: list[int] = []
+    plain = DecoderPass.forward
+
+    def counted(self: DecoderPass, ids: torch.Tensor, slot: int) -> torch.Tensor:
+        lengths.append(len(ids))
+        return plain(self, ids, slot)
+
+    monkeypatch.setattr(DecoderPass, "forward", counted)
+    engine.rollout([[1, 2, 3, 4, 5, 6, 7]], n=8, sampling=SAMPLING)
+    assert lengths.count(7) == 1
+    engine.close()
+
+
+def test_no_weight_is_copied_at_stage_0() -> None:
+    engine = engine_of()
+    engine.rollout([[1]], n=1, sampling=SAMPLING)
+    addresses = {param.data_ptr() for param in engine.module.parameters()}
+    decoder = engine._rollouts.weights.decoder
+    for block in decoder.blocks:
+        for projection in (*block.attention.projections, block.attention.out, block.mlp.up, block.mlp.down):
+            assert projection.weight.data_ptr() in addresses
+    engine.close()
+
+
+def _switches(stage: int) -> tuple[bool, float]:
+    model = TinyLM()
+    add_lora(model, LoRAConfig(lora_r=2, target_mods=["q", "v"]))
+    engine = engine_of(stage, model)
+    train(engine, 2)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for _ in range(100):
+        engine.rollout([[1, 2]], n=1, sampling=SamplingConfig(max_new_tokens=2), config=RolloutConfig(compare=0))
+    after = engine.module.state_dict()
+    is_equal = all(torch.equal(before[name], after[name]) for name in before)
+    with engine.opened():
+        worst = oracle(engine.module, engine.rollout(PROMPTS, n=2, sampling=SAMPLING))
+    engine.close()
+    return is_equal, worst
+
+
+def test_weights_are_bit_equal_after_100_rollouts_with_adapters() -> None:
+    for stage in (0, 3):
+        for is_equal, worst in run_ranks(_switches, 2, stage, timeout_s=120):
+            assert is_equal
+            assert worst < 1e-5
+
+
+def test_reference_log_probs_are_those_of_the_base() -> None:
+    model = TinyLM()
+    add_lora(model, LoRAConfig(lora_r=2, target_mods=["q", "v"]))
+    engine = engine_of(0, model)
+    samples = engine.rollout(PROMPTS, n=1, sampling=SAMPLING).samples
+    before = sum(engine.log_probs(samples), ())
+    train(engine, 3)
+    assert sum(engine.log_probs(samples, reference=True), ()) == pytest.approx(before, abs=1e-6)
+    assert sum(engine.log_probs(samples), ()) != pytest.approx(before, abs=1e-3)
+    engine.close()
+
+
+def test_a_quantized_copy_says_how_far_it_is() -> None:
+    engine = engine_of()
+    exact = engine.rollout(PROMPTS, n=2, sampling=SAMPLING).stats
+    rounded = engine.rollout(PROMPTS, n=2, sampling=SAMPLING, config=RolloutConfig(quantize="int8", compare=6)).stats
+    assert exact.max_delta_log_prob < 1e-5 < rounded.max_delta_log_prob < 0.2
+    assert 0 < rounded.kl < 0.01
+    engine.close()
+
+
+def test_optimizer_states_rest_on_the_host_meanwhile() -> None:
+    engine, plain = engine_of(1), engine_of(1)
+    for each in (engine, plain):
+        train(each, 2)
+    engine.rollout(PROMPTS, n=1, sampling=SAMPLING, config=RolloutConfig(offload_states=True))
+    assert train(engine, 2) == train(plain, 2)
+    engine.close()
+    plain.close()
+
+
+def test_the_cache_is_given_back_if_wanted() -> None:
+    for releases in (True, False):
+        section = {"enabled": True, "max_out_tokens": 40, "release_inference_cache": releases}
+        engine = engine_of(hybrid_engine=section)
+        engine.rollout(PROMPTS, n=1, sampling=SAMPLING)
+        assert (engine._rollouts.weights.cache is None) == releases
+        engine.close()
+
+
+def test_generate_of_a_module_without_one_and_modes_are_kept() -> None:
+    model = TinyLM()
+    engine = engine_of(0, model)
+    model.blocks[1].eval()
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    first = engine.generate(ids, max_new_tokens=5)
+    assert first.shape == (2, 8)
+    assert torch.equal(model.generate(ids, max_new_tokens=5), first)  # as DeepSpeed-Chat calls it
+    assert torch.equal(engine.generate(ids[:1], max_new_tokens=5), first[:1])  # no batch size is kept
+    assert model.training
+    assert not model.blocks[1].training
+    with torch.no_grad():
+        assert int(model(ids)[0, -1].argmax()) == int(first[0, 3])
+    with pytest.raises(RuntimeError, match=r"exceeds maximum length of 40: .* hybrid_engine\.max_out_tokens"):
+        engine.generate(torch.ones(1, 41, dtype=torch.long))
+    engine.close()
+    assert not hasattr(model, "generate")
+
+
+def test_a_copy_of_the_module_generates_by_itself() -> None:
+    engine = engine_of(0, Prints())
+    copied = copy.deepcopy(engine.module)
+    engine.close()
+    assert copied.generate("ab") == "abab"
+    engine = engine_of()
+    copied = copy.deepcopy(engine.module)
+    with pytest.raises(AttributeError, match=r"TinyLM has no generate\(\): this is a copy"):
+        copied.generate(torch.ones(1, 2, dtype=torch.long))
+    engine.close()
+
+
+def test_transformers_generate_has_the_tokens_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(small).eval()
+    ids = torch.randint(0, 40, (2, 5))
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    own = model.generate
+    engine = engine_of(0, model)
+    for _ in range(2):
+        assert torch.equal(engine.generate(ids, max_new_tokens=8, do_sample=False), expected)
+    assert torch.equal(engine.module.generate(ids, max_new_tokens=8, do_sample=False), expected)
+    engine.generate(ids, max_new_tokens=8, num_beams=2)
+    assert "the fused path cannot do num_beams" in caplog.text
+    engine.close()
+    assert model.generate == own
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Prints(Strange):
+    def generate(self, text: str) -> str:
+        return text * 2
+
+
+def test_what_cannot_generate_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(0, Strange())
+    with pytest.raises(
+        AttributeError, match=r"Strange has no generate\(\) and is no decoder .* no embedding of tokens"
+    ):
+        engine.generate(torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="Strange has no embedding of tokens"):
+        engine.rollout([[1]], sampling=SAMPLING)
+    engine.close()
+    engine = engine_of(0, Prints())
+    assert engine.generate("ab") == "abab"
+    assert caplog.text.count("Prints is not accelerated, and its own forward generates") == 1
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"prompts": [[1] * 35]},
+            r"prompt 0 has 35 tokens and may get 9 more; a sequence may have 41 \(hybrid_engine",
+        ),
+        ({"prompts": [[1], []]}, "prompt 1 has no tokens"),
+        ({"prompts": [[1]], "n": 0}, "n = 0; ask for at least 1 sample"),
+        ({"prompts": [[1]], "n": 2, "seeds": [[1]]}, r"seeds must be 2 numbers for each of the 1 prompts"),
+        ({"prompts": [[99]]}, "prompt 0 has token 99; the vocabulary has 29"),
+    ],
+)
+def test_a_wrong_request_is_told_by_its_numbers(arguments: dict[str, Any], message: str) -> None:
+    engine = engine_of()
+    with pytest.raises(ValueError, match=message):
+        engine.rollout(**{"sampling": SAMPLING, **arguments})
+    engine.close()
+
+
+def _one_rank_is_wrong() -> str:
+    engine = engine_of(3)
+    prompts = [[1] * 35] if engine.global_rank == 1 else [[1]]
+    with pytest.raises(ValueError) as caught:
+        engine.rollout(prompts, sampling=SAMPLING)
+    engine.rollout([[1]], sampling=SAMPLING)  # all go on
+    engine.close()
+    return str(caught.value)
+
+
+def test_a_wrong_request_of_one_rank_is_told_on_all() -> None:
+    assert all(text.startswith("rank 1: prompt 0 has 35 tokens") for text in run_ranks(_one_rank_is_wrong, 2))
+
+
+def test_wrong_configs() -> None:
+    for wrong, message in (
+        ({"engine": "vllm"}, "there is 'hybrid_engine'"),
+        ({"num_slots": 0}, "num_slots = 0 must be at least 1"),
+        ({"exact": True, "quantize": "int4"}, "rounds the weights, so exact=True cannot hold"),
+        ({"quantize": "int3"}, "int3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RolloutConfig(**wrong)
+    model = PipelineModule([LayerSpec(nn.Linear, 4, 4)], num_stages=1)
+    with pytest.raises(zengine.config.ConfigError, match="a PipelineModule has its layers on several ranks"):
+        zengine.initialize(model=model, config=config())
+    with pytest.raises(zengine.config.ConfigError, match=r"inference_tp_size = 2: .* is not available yet"):
+        engine_of(hybrid_engine={"enabled": True, "inference_tp_size": 2})
+
+
+def test_charts(tmp_path: Any) -> None:
+    engine = engine_of(csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    train(engine, 1)
+    engine.rollout(PROMPTS, n=1, sampling=SAMPLING)
+    train(engine, 1)
+    engine.close()
+    names = {path.stem for path in tmp_path.rglob("*.csv") if "rollout" in path.name}
+    assert len(names) == 4, names
