@@ -40,6 +40,7 @@ MIRRORS_THE_CONFIG = (
     "packages/zengine/src/zengine/config/",
     "packages/zengine/src/zengine/deepspeed/autotuning/config.py",
     "packages/zengine/src/zengine/adapters/config.py",
+    "packages/zengine/src/zengine/rollout/values.py",
     "packages/zengine/src/zengine/deepspeed/profiling/config.py",
     "packages/zengine/src/zengine/deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py",
     "packages/zengine/src/zengine/deepspeed/runtime/activation_checkpointing/config.py",

@@ -152,7 +152,12 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # bytes of quantized weights
     "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
     # one token on all tensor ranks
-    "inference/calls/transformers_style.py": {"zpartition": {"tensor.agree_on_random_numbers"}},
+    "inference/calls/transformers_style.py": {
+        "zcomm": {"broadcast"},
+        "zpartition": {"ModelParallelGroup", "tensor.agree_on_random_numbers"},
+    },
+    # rollouts open the trainer's weights, or quantize a copy
+    "rollout/": {"zpartition": {"gathered"}, "zprecision": {"quant.format_named"}},
     # files become modules: containers by zckpt, codes by zprecision, names and shapes compared by zpartition
     "inference/loading/": {
         "zckpt": {"Shard", "find", "interchange", "open_checkpoint", "read_gguf", "save", "whole"},

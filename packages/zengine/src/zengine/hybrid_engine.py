@@ -32,7 +32,7 @@ from zengine.inference.calls.transformers_style import fused_generate, own_gener
 from zengine.rollout.rollouts import Prompts, Rollouts
 from zengine.rollout.samples import Rollout, RolloutSample
 from zengine.rollout.values import RolloutConfig, SamplingConfig
-from zengine.rollout.weights import PLACE, Weights
+from zengine.rollout.weights import PLACE, Storage, Weights
 
 __all__ = ["DeepSpeedHybridEngine"]
 
@@ -74,7 +74,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             capacity=section.max_out_tokens,
             version=lambda: self.clock.applied_steps,
             keeps_cache=not section.release_inference_cache,
-            shards=plan.zero.shards_weights,
+            storage=Storage.SHARDED if plan.zero.shards_weights else Storage.WHOLE,
         )
         self._rollouts = Rollouts(self._run, weights, self._lent_states)
         self._told: set[str] = set()  # what was logged once

@@ -25,7 +25,7 @@ from zengine.inference.generation import Request, Sample, generate
 from zengine.rollout.compare import Agreement, agreement, log_probs_of
 from zengine.rollout.samples import Rollout, RolloutSample, RolloutStats
 from zengine.rollout.values import RolloutConfig, SamplingConfig
-from zengine.rollout.weights import PLACE, Weights
+from zengine.rollout.weights import PLACE, Storage, Weights
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run
@@ -146,7 +146,7 @@ class Rollouts:
             requests = self._checked_requests(prompts, rule, count, seeds)
         except ValueError as error:
             problem = str(error)
-        agree = self.weights.shards and not self.weights.is_open
+        agree = self.weights.storage is Storage.SHARDED and not self.weights.depth
         problems = self.run.parts.exchange(problem) if agree else [problem]
         for rank, each in enumerate(problems):
             if each:

@@ -14,6 +14,7 @@ subtracting it afterwards, which does not give the base's bits back.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol, final
@@ -33,7 +34,7 @@ from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
 from zprecision.quant import format_named
 
-__all__ = ["PLACE", "Steps", "Weights", "evaluating"]
+__all__ = ["PLACE", "Steps", "Storage", "Weights", "evaluating"]
 
 
 class Steps(Protocol):
@@ -62,6 +63,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             each.training = True
 
 
+class Storage(enum.Enum):
+    """Where the weights of a module are between its passes."""
+
+    WHOLE = "whole"  # on every rank: nothing moves when they are opened
+    SHARDED = "sharded"  # over the ranks: opening is a collective, and holds the whole model until the block ends
+
+
 @final
 @attrs.define(eq=False)
 class Weights:
@@ -74,14 +82,13 @@ class Weights:
     capacity: int  # tokens of a sequence, prompt and sample
     version: Callable[[], int]  # optimizer steps that the weights have seen
     keeps_cache: bool  # the cache stays allocated between rollouts
-    shards: bool  # weights are sharded, so opening is a collective
-    is_open: bool = False
+    storage: Storage
+    depth: int = 0  # open blocks
     decoder: Decoder | None = None  # over the module's own weights
-    was_verified: bool = False
     cache: KVCache | None = None  # of the largest rollout so far
     path: FusedPath | None = None  # over `decoder`; its cache is that of `generate`
     reason: str = ""  # why `present_path` returned None
-    recognized_at: int = -1  # version for which `decoder` was made
+    recognized_at: int = -1  # version for which a decoder was made last and verified first; -1: never
     quantized_decoders: dict[str, Decoder] = attrs.field(factory=dict)  # copies, by format
 
     @property
@@ -92,24 +99,24 @@ class Weights:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Hold whole weights inside the block; at stage 3 every rank enters it."""
-        if self.is_open:
+        if self.depth:
             yield
             return
         with ExitStack() as stack:
-            if self.shards:
+            if self.storage is Storage.SHARDED:
                 stack.enter_context(zpartition.gathered(self.module))
             stack.enter_context(evaluating(self.module))
             stack.enter_context(torch.no_grad())
-            self.is_open = True
+            self.depth += 1
             try:
                 yield
             finally:
                 self._forget()
 
     def _forget(self) -> None:
-        self.is_open = False
+        self.depth -= 1
         self.quantized_decoders.clear()
-        if self.shards or any(adapted(each) is not None for each in self.module.modules()):
+        if self.storage is Storage.SHARDED or any(adapted(each) is not None for each in self.module.modules()):
             self.decoder = self.path = None
         if not self.keeps_cache:
             self.cache = None
@@ -118,15 +125,15 @@ class Weights:
 
     def present_decoder(self) -> Decoder:
         """Return the decoder over the present weights.  Raises NotRecognized."""
-        assert self.is_open
+        assert self.depth
         # Before training, norms are all ones and some matrices all zeros, so that forms may look alike.
         is_stale = self.recognized_at == 0 and self.version() > 0
         if self.decoder is not None and self.path is not None and self.path.is_current and not is_stale:
             return self.decoder
         decoder = recognize(self.module)
-        if is_stale or not self.was_verified:
+        if is_stale or self.recognized_at < 0:
             verify(decoder, self.module)
-        self.decoder, self.was_verified, self.recognized_at = decoder, True, self.version()
+        self.decoder, self.recognized_at = decoder, self.version()
         self.path = FusedPath.over(decoder, self.module, self.capacity, PLACE)
         return decoder
 

@@ -83,7 +83,8 @@ def generalized_jsd_loss(
 
     Raises ValueError for shapes that do not match, and values out of range.
     """
-    _check(student_logits, teacher_logits, response_mask, beta, temperature, teacher_top_k, pointwise_clip)
+    _check_shapes(student_logits, teacher_logits, response_mask)
+    _check_numbers(beta, temperature, teacher_top_k, pointwise_clip, student_logits.shape[-1])
     student, teacher = student_logits / temperature, teacher_logits / temperature
     if teacher_top_k is not None:
         likeliest = teacher.topk(teacher_top_k, dim=-1).indices
@@ -101,23 +102,18 @@ def generalized_jsd_loss(
     return JSDLossOutput(total / count.clamp(min=1), total, count)
 
 
-def _check(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor,
-    beta: float,
-    temperature: float,
-    top_k: int | None,
-    clip: float | None,
-) -> None:
+def _check_shapes(student: Tensor, teacher: Tensor, mask: Tensor) -> None:
     if student.shape != teacher.shape or student.dim() != 3 or mask.shape != student.shape[:2]:
         raise ValueError(
             f"logits must be (samples, time, vocabulary) twice, and the mask (samples, time); shapes are "
             f"{tuple(student.shape)}, {tuple(teacher.shape)}, {tuple(mask.shape)}"
         )
+
+
+def _check_numbers(beta: float, temperature: float, top_k: int | None, clip: float | None, vocabulary: int) -> None:
     if not 0.0 <= beta <= 1.0 or temperature <= 0.0 or (clip is not None and clip < 0.0):
         raise ValueError(
             f"beta = {beta} must be in [0, 1], temperature = {temperature} above 0, pointwise_clip = {clip} >= 0"
         )
-    if top_k is not None and not 0 < top_k <= student.shape[-1]:
-        raise ValueError(f"teacher_top_k = {top_k} must be from 1 to the vocabulary's {student.shape[-1]}")
+    if top_k is not None and not 0 < top_k <= vocabulary:
+        raise ValueError(f"teacher_top_k = {top_k} must be from 1 to the vocabulary's {vocabulary}")
