@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,14 +52,26 @@ def partition_of(model: nn.Module) -> zpartition.Partition:
     return zpartition.shard(model, None, policy=ZeroPolicy())
 
 
+def state_of(found: Any) -> object:
+    """Return where a tensor is, or what is in a dict."""
+    return found.data_ptr() if isinstance(found, torch.Tensor) else {key: id(value) for key, value in found.items()}
+
+
 def give_gradients(params: list[nn.Parameter]) -> None:
     for param in params:
         param.grad = torch.ones_like(param)
 
 
-def test_gradients_outside_of_buckets_are_dropped_after_every_change_of_the_module() -> None:
+@pytest.mark.parametrize("watches", [False, True])
+def test_gradients_outside_of_buckets_are_dropped_after_every_change_of_the_module(watches: bool) -> None:
+    def watch(found: list[Any]) -> Callable[[], bool]:
+        before = [state_of(each) for each in found]
+        return lambda: [state_of(each) for each in found] == before
+
     model = WithOutside()
     partition = partition_of(model)
+    if watches:
+        partition.watch_tensors = watch
     changes = (
         lambda: None,
         lambda: setattr(model, "added", nn.Sequential(nn.Linear(2, 2))),
@@ -80,24 +93,24 @@ def test_gradients_outside_of_buckets_are_dropped_after_every_change_of_the_modu
 
 
 def test_unwatched_and_watched_partitions_notice_a_moved_parameter_after_steps() -> None:
-    def watch(tensors: list[torch.Tensor]) -> Callable[[], bool]:
-        before = [tensor.data_ptr() for tensor in tensors]
+    def watch(found: list[Any]) -> Callable[[], bool]:
+        before = [state_of(each) for each in found]
 
         def are_same() -> bool:
-            asked.append(len(tensors))
-            return [tensor.data_ptr() for tensor in tensors] == before
+            asked.append(type(found[0]))
+            return [state_of(each) for each in found] == before
 
         return are_same
 
     for watches in (False, True):
-        model, asked = nn.Linear(4, 4), list[int]()
+        model, asked = nn.Linear(4, 4), list[type]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         partition = zpartition.shard(model, optimizer, policy=ZeroPolicy())
         if watches:
             partition.watch_tensors = watch
         for _ in range(3):
             step(partition, model, optimizer)
-        assert len(asked) == (2 if watches else 0)  # the first step looks at each tensor
+        assert asked.count(torch.Tensor) == (2 if watches else 0)  # the first step looks at each tensor
         model.weight.data = model.weight.data.clone()
         with pytest.raises(ValueError, match="weight no longer lives in the partition's memory"):
             step(partition, model, optimizer)

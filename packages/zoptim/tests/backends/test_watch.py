@@ -339,3 +339,22 @@ def test_what_is_watched_stays_alive() -> None:
     gc.collect()
     assert ref() is not None
     assert are_in_place()
+
+
+@pytest.mark.parametrize("change", ["add", "replace", "remove", "move"])
+def test_watched_dicts_notice_other_values(reader: str, change: str) -> None:
+    module = torch.nn.Linear(2, 3)
+    tables = [module._parameters, module._modules]
+    are_in_place = zoptim.watch_tensors(tables)
+    module.weight.grad = torch.ones(3, 2)
+    assert are_in_place() == reader.startswith("words")
+    if change == "add":
+        module.added = torch.nn.Linear(1, 1)
+    elif change == "replace":
+        module.bias = torch.nn.Parameter(torch.ones(3))
+    elif change == "remove":
+        del module.bias
+        gc.collect()
+    else:
+        module.weight.data = module.weight.data.clone()
+    assert not are_in_place()

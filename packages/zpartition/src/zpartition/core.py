@@ -64,16 +64,21 @@ def make_reducer(
 
 
 AreInPlace = Callable[[], bool]  # returns True only if tensors are where they were, in the same layout
-WatchTensors = Callable[[list[Tensor]], AreInPlace]  # takes less time than asking each; see zoptim.watch_tensors
+WatchTensors = Callable[[list[Any]], AreInPlace]  # takes less time than asking each; see zoptim.watch_tensors
 Watch = tuple[Sequence[Storage], AreInPlace]  # the function is about the parameters of the storages
 
 
-def watch_nothing(tensors: list[Tensor]) -> AreInPlace:
-    """Watch no tensor: they may have moved."""
-    return lambda: False
+def may_have_moved() -> bool:
+    """Answer for what is not watched."""
+    return False
 
 
-UNWATCHED: Watch = (), watch_nothing([])
+def watch_nothing(found: list[Any]) -> AreInPlace:
+    """Watch nothing."""
+    return may_have_moved
+
+
+UNWATCHED: Watch = (), may_have_moved
 
 
 @final
@@ -89,17 +94,20 @@ class OutsideParameters:
     params: Sequence[Parameter]
     tables: Sequence[dict[str, Any]]  # parameters and children of all submodules
     found: Sequence[Any]  # what was in them
+    are_same: AreInPlace = may_have_moved  # returns True only if the tables have not changed
 
     @classmethod
-    def of(cls, module: nn.Module, reducer: GradientReducer) -> OutsideParameters:
+    def of(cls, module: nn.Module, reducer: GradientReducer, watch: WatchTensors) -> OutsideParameters:
         """Find the parameters of `module`."""
         inside = {id(param) for gradient in reducer.gradients for param in gradient.params}
         tables = tables_of(module)
         outside = [param for param in parameters_of(module) if id(param) not in inside]
-        return cls(reducer, outside, tables, _values(tables))
+        return cls(reducer, outside, tables, _values(tables), watch([*tables]))
 
     def is_current(self) -> bool:
         """Return whether the modules have the same parameters and children."""
+        if self.are_same():
+            return True
         now = _values(self.tables)
         return len(now) == len(self.found) and all(map(operator.is_, now, self.found))
 
@@ -215,7 +223,8 @@ class PartitionState:
     def parameters_outside(self) -> Sequence[Parameter]:
         """Parameters of the module whose gradients no bucket takes: frozen and unoptimized ones."""
         if self.outside.reducer is not self.reducer or not self.outside.is_current():
-            self.outside = OutsideParameters.of(self.module, self.reducer)
+            watch = watch_nothing if self.unsharder.units else self.watch_tensors  # weights of units move
+            self.outside = OutsideParameters.of(self.module, self.reducer, watch)
         return self.outside.params
 
     @property
@@ -274,6 +283,11 @@ class PartitionState:
             return False
         return self.rank // bucket.num_expert_shards < bucket.num_shards or not self.layout.is_expert_sharded
 
+    @property
+    def has_all_shards(self) -> bool:
+        """Return whether this rank alone has all gradients of the model: `sum_over_shards` is the identity."""
+        return self.layout.world_size == self.mp_group.size == self.pipeline_stages.size == 1
+
     def sum_over_shards(self, vector: torch.Tensor, *, num_of_model: int = 1) -> None:
         """All-reduce (sum) statistics whose first element is a sum over this rank's gradients.
 
@@ -281,8 +295,6 @@ class PartitionState:
         `num_of_model` elements are also summed over model-parallel ranks and pipeline stages (model_parallel.py), on
         which the rest is equal.
         """
-        if self.layout.world_size == self.mp_group.size == self.pipeline_stages.size == 1:
-            return
         if self.rank >= self.layout.num_shards and not self.layout.is_expert_sharded:
             vector[:1].zero_()  # `vector[0] = 0.0` would copy from the host, and wait for the device
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take

@@ -164,7 +164,7 @@ def _vector(values: Tensor | Sequence[float] | None) -> Tensor:
 def _numbers(values: Tensor | Sequence[float] | None) -> Sequence[float]:
     """Return numbers on the host."""
     if isinstance(values, Tensor):
-        found: list[float] = values.detach().reshape(-1).tolist()
+        found: list[float] = values.reshape(-1).tolist() if values.dim() else [values.item()]
         return found
     return () if values is None else values
 

@@ -337,9 +337,11 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     With offload some gradients may be on the device and others on the host; each device is inspected separately, and
     the results are merged.
     """
-    inspect_one = functools.partial(
-        zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=3)
-    )
+    inspect_one = zprecision.inspect
+    if not partition.has_all_shards:
+        inspect_one = functools.partial(
+            zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=3)
+        )
 
     def inspect(
         grads: Sequence[Tensor], *, extra: Tensor | Sequence[float], beside: Tensor

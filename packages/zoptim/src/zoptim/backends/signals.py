@@ -42,6 +42,10 @@ def read_signals(grad_scale: Any, found_inf: Any) -> Signals:
 def signals_on(signals: Signals, device: torch.device) -> Signals:
     """Return the signals on `device`, copied if they are on another one; never waits for an accelerator."""
 
+    given = signals.grad_scale, signals.found_inf
+    if all(tensor is None or tensor.device == device for tensor in given):
+        return signals
+
     def move(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device == device:
             return tensor

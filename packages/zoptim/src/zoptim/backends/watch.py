@@ -95,20 +95,23 @@ class Watch:
         return cls(functools.partial(library.lib.zk_is_unchanged, view, len(words)), words)
 
 
-def watch_tensors(tensors: list[Tensor]) -> Callable[[], bool]:
+def watch_tensors(root: list[Any]) -> Callable[[], bool]:
     """Return a function that tells, in a few nanoseconds for each, whether no tensor was moved or has another layout.
 
-    It returns True only if all are at the same addresses with the same dtype, shape and strides; False proves nothing
-    (without the extension it never returns True).  It keeps the tensors alive; `tensors` must not change.
+    root: tensors, and dicts that may hold tensors (parameters of modules); it is kept alive and must not change.
+
+    The function returns True only if all tensors are at the same addresses with the same dtype, shape and strides,
+    and the dicts have the same keys and values.  False proves nothing; without the extension it is always False.
     """
     library = native.library()
-    watch = Watch.of(tensors, library) if library is not None and library.reader is Reader.WORDS else None
+    watch = Watch.of(root, library) if library is not None and library.reader is Reader.WORDS else None
     if watch is None:
         return lambda: False
-    return functools.partial(_holds, watch, tensors)
+    held = Trace.of(root).held  # a dict that changes would drop what is compared
+    return functools.partial(_holds, watch, root, held)
 
 
-def _holds(watch: Watch, _held: list[Tensor]) -> bool:
+def _holds(watch: Watch, *_held: list[Any]) -> bool:
     return bool(watch.holds())
 
 

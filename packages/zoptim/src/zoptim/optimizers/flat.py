@@ -216,15 +216,16 @@ class FlatOptimizer(CheckedOptimizer):
         watched = [[group["params"] for group in groups], self.state, self._mirrors]
         if not self._trace.fits(watched):
             self.clear_plans()  # with the trace, to which new plans do not belong if a check raises
-        kept = dict(self._plans)
+        plans, is_new = list[Plan](), False
         for index, group in enumerate(groups):
             plan = self._plans.pop(index, None)  # if a check raises, the next step makes a new one
             if plan is None or not self._fits(group, plan) or not self._use_grads(index, plan):
-                plan = self._make_plan(index)
+                plan, is_new = self._make_plan(index), True
             self._plans[index] = plan
-        if any(plan is not kept.get(index) for index, plan in self._plans.items()):
+            plans.append(plan)
+        if is_new:
             self._trace = Trace.of(watched)
-        return [self._plans[index] for index in range(len(groups))]
+        return plans
 
     def _fits(self, group: Mapping[str, Any], plan: Plan) -> bool:
         """Return whether the options of a group are those of its plan; most steps find the same objects."""
