@@ -1,7 +1,7 @@
-"""Decoding on a CPU beside a read loop over the same bytes and Transformers' generate, in turns, in one process.
+"""Decoding on a CPU beside a read loop over the same bytes, Transformers' generate and llama.cpp, in turns.
 
     python packages/zengine/bench/decode.py [--threads 2] [--layers 22] [--formats float32,bfloat16,int8,int4]
-        [--context 128] [--seconds 20] [--cache int8] [--out table.md]
+        [--context 128] [--prompt 512] [--seconds 20] [--cache int8] [--clock cpu] [--llama PYTHON] [--out table.md]
 
 The model has TinyLlama's shape (22 layers, hidden 2048, 5632, 32 heads of which 4 have keys, vocabulary 32000) and
 random weights; the layers have equal values in memory of their own, so that making them takes seconds.  A step is
@@ -13,23 +13,37 @@ The share is (bytes of weights and of the sequences' cache) a second of a step o
 
 Transformers: `LlamaForCausalLM.generate` of one sequence over the same memory, greedy, from a prompt of 16 tokens;
 the difference between 9 and 1 new tokens, over 8.  It is left out for quantized weights, or if it is not installed.
+
+llama.cpp: a process of --llama, an interpreter with `xllamacpp` (by default this one, if it has it), with a file of
+this shape and random weights: Q4_0 beside int4, Q8_0 beside int8.  The difference between 17 and 1 new tokens after
+a prompt of `context`, over 16.  Its wheel is built for AVX2.
+
+Prompt: `DecoderPass.forward` of `prompt` tokens; Transformers and llama.cpp do the same.
+
+--clock cpu counts the processor time of the thread, for one thread: on a machine with other work the clock on the
+wall would measure that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import gc
 import importlib.util
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf_file import FORMATS as LLAMA_FORMATS
+from gguf_file import write_llama
+from llama_peer import LlamaPeer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -63,7 +77,10 @@ SHAPES = {
     "up": (GROWN, WIDTH),
     "down": (WIDTH, GROWN),
 }
-PEER_PROMPT, PEER_TOKENS = 16, 8
+PEER_PROMPT, PEER_TOKENS, LLAMA_TOKENS = 16, 8, 16
+PEER_ROUNDS = (1, 2, 3)  # in which peers and prompts are measured
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+clock = CLOCKS["wall"]
 Weight = Tensor | PackedTensor
 
 
@@ -173,10 +190,21 @@ def read_loops(buffer: Tensor) -> list[Callable[[], object]]:
     return [lambda: whole.view(torch.int64).sum(), lambda: sum_of_squares([by_kernel])]
 
 
-def peer_of(decoder: Decoder, dtype: torch.dtype) -> Callable[[], float] | None:
-    """Return what measures seconds a token of Transformers' generate over the decoder's own memory."""
+def prompt_of(steps: DecoderPass, count: int) -> Callable[[], object]:
+    """Return a pass over a prompt of `count` tokens, into an empty cache."""
+    ids = torch.arange(count) + 5
+
+    def read() -> None:
+        steps.cache.lengths[0] = 0
+        steps.forward(ids, 0)
+
+    return read
+
+
+def peer_of(decoder: Decoder, dtype: torch.dtype, prompt: int) -> dict[str, Callable[[], float]]:
+    """Return what measures Transformers over the same memory: seconds a token of generate, and of a prompt."""
     if importlib.util.find_spec("transformers") is None:
-        return None
+        return {}
     import transformers
 
     config: Any = transformers.LlamaConfig(
@@ -213,17 +241,51 @@ def peer_of(decoder: Decoder, dtype: torch.dtype) -> Callable[[], float] | None:
     ids = torch.arange(PEER_PROMPT)[None] + 3
 
     def run(new: int) -> float:
-        begin = time.perf_counter()
-        model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
-        return time.perf_counter() - begin
+        return seconds(
+            lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        )
 
-    return lambda: (run(PEER_TOKENS + 1) - run(1)) / PEER_TOKENS
+    whole = torch.arange(prompt)[None] + 5
+    return {
+        "transformers": lambda: (run(PEER_TOKENS + 1) - run(1)) / PEER_TOKENS,
+        "transformers prompt": lambda: seconds(lambda: model(whole, logits_to_keep=1)),
+    }
+
+
+def llama_of(peer: LlamaPeer, context: int, prompt: int) -> dict[str, Callable[[], float]]:
+    """Return what measures llama.cpp: seconds a token, and of a prompt."""
+
+    def run(prompt: int, new: int) -> float:
+        return peer.seconds(prompt, new)[clock is not CLOCKS["wall"]]
+
+    return {
+        "llama": lambda: (run(context, LLAMA_TOKENS + 1) - run(context, 1)) / LLAMA_TOKENS,
+        "llama prompt": lambda: run(prompt, 1),
+    }
+
+
+def llama_python(given: str) -> str | None:
+    """Return the interpreter that has xllamacpp; None if there is none."""
+    if given:
+        return given
+    return sys.executable if importlib.util.find_spec("xllamacpp") else None
 
 
 def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    begin = clock()
     work()
-    return time.perf_counter() - begin
+    return clock() - begin
+
+
+@contextlib.contextmanager
+def started_llama(python: str, kind: str, options: argparse.Namespace) -> Iterator[LlamaPeer]:
+    """Write the file of a format and start llama.cpp with it."""
+    with tempfile.TemporaryDirectory(prefix="decode-bench-") as folder:
+        path = Path(folder) / "model.gguf"
+        write_llama(path, LLAMA_FORMATS[kind], options.layers, SHAPES, (HEADS, KV_HEADS), VOCABULARY)
+        with LlamaPeer(python, path, options.threads) as peer:
+            print(f"{LLAMA_FORMATS[kind]}: {peer.system}", flush=True)
+            yield peer
 
 
 class Result:
@@ -234,7 +296,7 @@ class Result:
         cache_dtype = getattr(torch, options.cache) if options.cache else torch.bfloat16
         arena = Arena(kind, options.layers)
         decoder = decoder_of(arena, options.layers, dtype)
-        cache = KVCache.create(decoder, max(BATCHES), options.context + 8, cache_dtype)
+        cache = KVCache.create(decoder, max(BATCHES), max(options.context, options.prompt) + 8, cache_dtype)
         for each in (*cache.keys, *cache.values):
             each.copy_(torch.randint(-2, 3, each.shape))
         for each in (*cache.key_scales, *cache.value_scales):
@@ -248,17 +310,29 @@ class Result:
             f"read {at}": functools.partial(seconds, loop) for at, loop in enumerate(loops)
         }
         timed |= {f"step {n}": functools.partial(seconds, step_of(steps, n, options.context)) for n in BATCHES}
-        peer = peer_of(decoder, dtype) if kind in ("float32", "bfloat16") and options.peer else None
+        rare: dict[str, Callable[[], float]] = {
+            "prompt": functools.partial(seconds, prompt_of(steps, options.prompt))
+        }
+        if kind in ("float32", "bfloat16") and options.peer:
+            rare |= peer_of(decoder, dtype, options.prompt)
         self.times: dict[str, list[float]] = {name: [] for name in timed}
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            python = llama_python(options.llama)
+            if python and options.peer and kind in LLAMA_FORMATS:
+                peer = stack.enter_context(started_llama(python, kind, options))
+                rare |= llama_of(peer, options.context, options.prompt)
+            self.rounds = self._measure(timed, rare, options.seconds)
+
+    def _measure(
+        self, timed: dict[str, Callable[[], float]], rare: dict[str, Callable[[], float]], duration: float
+    ) -> int:
+        """Run rounds for `duration` seconds and at least until the rare cases are done; return their number."""
         begin, rounds = time.perf_counter(), 0
-        with torch.no_grad():
-            while rounds < 2 or time.perf_counter() - begin < options.seconds:
-                for name, work in timed.items():
-                    self.times[name].append(work())
-                if peer is not None and rounds in (1, 2):
-                    self.times.setdefault("transformers", []).append(peer())
-                rounds += 1
-        self.rounds = rounds
+        while rounds <= max(PEER_ROUNDS) or time.perf_counter() - begin < duration:
+            for name, work in (timed | (rare if rounds in PEER_ROUNDS else {})).items():
+                self.times.setdefault(name, []).append(work())
+            rounds += 1
+        return rounds
 
     def best(self, case: str) -> float:
         return min(self.times[case])
@@ -272,6 +346,7 @@ class Result:
             best, median = self.best(f"step {n}"), statistics.median(self.times[f"step {n}"])
             rate = (self.weight_bytes + n * self.cache_bytes) / best
             ratios = [f"{peers[name] * n / best:.2f}" if name in peers else "" for name in ("float32", "bfloat16")]
+            ratios += [f"{self.best('llama') * n / best:.2f}" if "llama" in self.times else ""]
             row = [
                 *(self.kind, str(n), f"{1e3 * best:.2f}", f"{1e3 * median:.2f}", f"{n / best:.1f}"),
                 *(f"{rate / 1e9:.2f}", f"{self.read_rate() / 1e9:.2f}", f"{rate / self.read_rate():.2f}"),
@@ -284,10 +359,11 @@ class Result:
 def report(results: list[Result], options: argparse.Namespace) -> str:
     peers = {each.kind: each.best("transformers") for each in results if "transformers" in each.times}
     head = ["weights", "sequences", "ms a step", "median", "tokens/s", "GB/s", "read loop GB/s", "share", "of one"]
-    head += ["x Transformers fp32", "x bf16"]
+    head += ["x Transformers fp32", "x bf16", "x llama.cpp"]
     rounds = ", ".join(f"{each.kind} {each.rounds}" for each in results)
     lines = [
-        f"{options.threads} threads, {options.layers} layers, {options.context} tokens of context, rounds: {rounds}; "
+        f"{options.threads} threads, {options.layers} layers, {options.context} tokens of context, {options.clock} "
+        f"clock, rounds: {rounds}; "
         f"{zprecision.kernels()}, torch {torch.__version__}",
         "",
         f"| {' | '.join(head)} |",
@@ -295,8 +371,33 @@ def report(results: list[Result], options: argparse.Namespace) -> str:
         *(row for each in results for row in each.rows(peers)),
         "",
         *(f"Transformers' generate, {name}: {1 / each:.2f} tokens/s" for name, each in peers.items()),
+        *(
+            f"llama.cpp, {LLAMA_FORMATS[each.kind]}: {1 / each.best('llama'):.2f} tokens/s"
+            for each in results
+            if "llama" in each.times
+        ),
+        "",
+        *prompt_table(results, options.prompt),
     ]
     return "\n".join(lines)
+
+
+def prompt_table(results: list[Result], prompt: int) -> list[str]:
+    """Return the tokens a second of prompts, and ratios to the peers."""
+    peers = {
+        f"Transformers {each.kind}": each.best("transformers prompt")
+        for each in results
+        if "transformers prompt" in each.times
+    }
+    peers |= {f"llama.cpp {LLAMA_FORMATS[each.kind]}": each.best("llama prompt") for each in results
+              if "llama prompt" in each.times}  # fmt: skip
+    head = [f"prompt of {prompt}", "ms", "tokens/s", *(f"x {name}" for name in peers)]
+    rows = {each.kind: each.best("prompt") for each in results} | peers
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for name, best in rows.items():
+        ratios = [f"{peer / best:.2f}" for peer in peers.values()]
+        lines.append(f"| {' | '.join([name, f'{1e3 * best:.0f}', f'{prompt / best:.0f}', *ratios])} |")
+    return lines
 
 
 def main() -> None:
@@ -307,9 +408,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the rounds of a format")
     parser.add_argument("--cache", default="", help="dtype of the cache: float32, bfloat16 (default), int8")
-    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave out Transformers")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, whose pass is measured, too")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of the thread; needs --threads 1")
+    parser.add_argument("--llama", default="", metavar="PYTHON", help="an interpreter that has xllamacpp")
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave out Transformers and llama.cpp")
     parser.add_argument("--out", type=Path, help="write the table here, too")
     options = parser.parse_args()
+    if options.clock == "cpu" and options.threads != 1:
+        parser.error(f"--clock cpu counts one thread, and --threads is {options.threads}: pass --threads 1")
+    global clock
+    clock = CLOCKS[options.clock]
     torch.set_num_threads(options.threads)
     results = []
     for kind in options.formats.split(","):
