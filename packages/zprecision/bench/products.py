@@ -1,11 +1,15 @@
 """Products with quantized weights beside torch, ONNX Runtime and a read loop, in turns, in one process.
 
-    python packages/zprecision/bench/products.py [--out NAME] [--threads 1,2] [--seconds 160]
+    python packages/zprecision/bench/products.py [--out NAME] [--threads 1,2] [--seconds 160] [--clock cpu]
 
 A table for each number of threads and of tokens; a round measures each of its cases once, so all see the same
 machine.  Weights of 4096 x 4096 in such a number that they do not fit the caches; milliseconds are those of one
 matrix.  The read loop (read_loop.c) is compiled for this processor when the benchmark runs.  "share" is bytes of
-weights a second over those of the read loop; "x NAME" is the speed over that of a peer, from medians.
+weights a second over those of the read loop; "x NAME" is the speed over that of a peer, from medians.  The multiply
+loop (multiply_loop.c) does the operations of a product on registers, on each thread; "of loop" is the speed over its.
+
+--clock cpu counts the processor time of the thread, for one thread: on a machine with other work the clock on the
+wall would measure that.  One thread of ONNX Runtime is the caller's, so its products are counted, too.
 
 ONNX Runtime takes part if `onnxruntime` and `onnx` can be imported.  For torch without AVX-512, set
 ATEN_CPU_CAPABILITY=avx2 for the whole run, and compare with the cases of avx2.  --out writes
@@ -36,9 +40,14 @@ from zprecision.backends import native
 
 ROWS, COLUMNS, GROUP = 4096, 4096, 32
 TOKENS = (1, 4, 16, 512)
+BITS = {"int4": 4.5, "int8": 8.5}  # of a weight, with its scale
 STREAM_BYTES = 70e6  # of the weights of one case: over twice a third-level cache
 MANY = 64  # tokens from which one matrix is enough: multiplying takes longer than reading
-READ = "read loop"
+READ, MULTIPLY = "read loop", "multiply loop"
+SUMS = {"int4 avx2": 32, "int8 avx2": 16, "int4 avx512": 128, "int8 avx512": 64, "int4 avx512vnni": 128,
+        "int8 avx512vnni": 128}  # of a call of the multiply loop for one block: rows times tokens  # fmt: skip
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+clock = CLOCKS["wall"]
 PEERS = ("torch float32", "torch bfloat16", "aten int4", "ONNX Runtime int4")
 Work = Callable[[], object]
 
@@ -71,23 +80,43 @@ def count_of(nbytes: float, tokens: int) -> int:
     return 1 if tokens >= MANY else max(1, -(-int(STREAM_BYTES) // int(nbytes)))
 
 
+def compiled(name: str, *flags: str) -> ctypes.CDLL:
+    """Compile a C file of this folder, and load it."""
+    folder = Path(tempfile.mkdtemp(prefix="zprecision-bench-"))
+    compiler = next(each for each in (os.environ.get("CC", "cc"), "gcc", "clang") if shutil.which(each))
+    source, built = Path(__file__).with_name(f"{name}.c"), folder / f"{name}.so"
+    subprocess.run([compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(built), str(source)], check=True)
+    library = ctypes.CDLL(str(built))
+    shutil.rmtree(folder)
+    return library
+
+
 def read_loop() -> Callable[[Tensor, int], None]:
-    """Compile read_loop.c; return a function that reads a tensor with a number of threads."""
-    folder = Path(tempfile.mkdtemp(prefix="zprecision-read-loop-"))
-    compiler = next(name for name in (os.environ.get("CC", "cc"), "gcc", "clang") if shutil.which(name))
-    source, built = Path(__file__).with_name("read_loop.c"), folder / "read_loop.so"
-    flags = ["-O3", "-march=native", "-mprefer-vector-width=512"] if platform.machine() == "x86_64" else ["-O3"]
-    subprocess.run([compiler, *flags, "-shared", "-fPIC", "-o", str(built), str(source)], check=True)
-    library, process = ctypes.CDLL(str(built)), ctypes.CDLL(None)
+    """Return a function that reads a tensor with a number of threads."""
+    is_x86 = platform.machine() == "x86_64"
+    library = compiled("read_loop", *(("-march=native", "-mprefer-vector-width=512") if is_x86 else ()))
+    process = ctypes.CDLL(None)
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     omp = [ctypes.cast(getattr(process, name), ctypes.c_void_p) for name in names]
-    shutil.rmtree(folder)
 
     def read(tensor: Tensor, threads: int) -> None:
         at, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
         library.read_in_order(at, size, ctypes.c_int(threads), *omp)
 
     return read
+
+
+def multiply_loops(tokens: int, threads: int) -> list[Case]:
+    """Return a case for each of ours: its products without memory, shared out to the threads."""
+    if tokens == 1 or platform.machine() != "x86_64":
+        return []
+    library, cases = compiled("multiply_loop", "-ffp-contract=off"), []
+    for name, sums in SUMS.items():
+        if name.split()[1] in zprecision.kernels().levels:
+            loop = getattr(library, name.replace(" ", "_"))
+            blocks = ctypes.c_int64(ROWS * tokens * (COLUMNS // GROUP) // sums // threads)
+            cases.append(Case(f"{MULTIPLY} {name}", 0, 1, lambda loop=loop, blocks=blocks: loop(blocks)))
+    return cases
 
 
 def ours(tokens: int, plain: Tensor, x: Tensor) -> list[Case]:
@@ -174,10 +203,10 @@ def measured(cases: Sequence[Case], seconds: float) -> dict[str, Samples]:
     begin, rounds = 0.0, 0
     while rounds < 4 or time.perf_counter() - begin < seconds:
         for case in cases:
-            start = time.perf_counter()
+            start = clock()
             case.work()
             if rounds:  # the first is a warm-up
-                found[case.name].seconds.append((time.perf_counter() - start) / case.matrices)
+                found[case.name].seconds.append((clock() - start) / case.matrices)
         begin = begin or time.perf_counter()
         rounds += 1
     return found
@@ -187,29 +216,42 @@ def table(cases: Sequence[Case], found: dict[str, Samples], tokens: int) -> list
     """Return the rows of one Markdown table."""
     peers = [peer for peer in PEERS if peer in found]
     read = next((case.nbytes / found[READ].median() for case in cases if case.name == READ), 0.0)
-    head = ["case", "ms least", "ms median", "GB/s", "share", *(f"x {peer}" for peer in peers)]
+    head = ["case", "ms least", "ms median", "GB/s", "share", "of loop", *(f"x {peer}" for peer in peers)]
     if tokens >= MANY:
         head[3:5] = ["Gop/s"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for case in cases:
-        median = found[case.name].median()
+        if case.name.startswith(MULTIPLY):
+            continue
+        median, loop = found[case.name].median(), found.get(f"{MULTIPLY} {case.name}")
         cells = [case.name, f"{1e3 * found[case.name].least():.3f}", f"{1e3 * median:.3f}"]
         if tokens >= MANY:
             cells += [f"{2 * tokens * ROWS * COLUMNS / median / 1e9:.0f}"]
         else:
             cells += [f"{case.nbytes / median / 1e9:.1f}", f"{case.nbytes / median / read:.2f}"]
+        cells += [f"{loop.median() / median:.2f}" if loop else ""]
         cells += ["" if case.name == READ else f"{found[peer].median() / median:.2f}" for peer in peers]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def scaling(by_tokens: dict[int, dict[str, Samples]]) -> list[str]:
-    """Return a table of the time of 4 tokens over that of one, and of the tokens a second of 16 over those of one."""
-    lines = ["| case | time of 4 / of 1 | tokens a second of 16 / of 1 |", "|---|---|---|"]
+    """Return the time of 4 tokens over that of one, and the tokens a second of 16 over those of one.
+
+    The last is followed by what it would be if 16 took the time of the multiply loop, and one that of the read loop.
+    """
+    lines = [
+        "| case | time of 4 / of 1 | tokens a second of 16 / of 1 | with both loops' speeds |",
+        "|---|---|---|---|",
+    ]
     for name in by_tokens[1]:
         if name != READ and name in by_tokens[16]:
             one, four, more = (by_tokens[count][name].median() for count in (1, 4, 16))
-            lines.append(f"| {name} | {four / one:.2f} | {16 * one / more:.1f} |")
+            loop = by_tokens[16].get(f"{MULTIPLY} {name}")
+            bits = BITS.get(name.split()[0], 0.0)
+            read = by_tokens[1][READ].median() * bits / 8 * ROWS * COLUMNS / int(STREAM_BYTES)
+            most = f"{16 * read / max(read, loop.median()):.1f}" if loop else ""
+            lines.append(f"| {name} | {four / one:.2f} | {16 * one / more:.1f} | {most} |")
     return lines
 
 
@@ -239,7 +281,8 @@ def report(threads: int, tokens_list: Sequence[int], seconds: float) -> list[str
         x = torch.randn(tokens, COLUMNS)
         cases = [
             *([Case(READ, stream.nbytes, 1, lambda: read(stream, threads))] if tokens < MANY else []),
-            *ours(tokens, plain, x), *of_torch(tokens, plain, x), *of_onnx_runtime(tokens, x, threads),
+            *ours(tokens, plain, x), *multiply_loops(tokens, threads), *of_torch(tokens, plain, x),
+            *of_onnx_runtime(tokens, x, threads),
         ]  # fmt: skip
         by_tokens[tokens] = measured(cases, share)
         lines += [f"### {tokens} token{'s' if tokens > 1 else ''}", "", *table(cases, by_tokens[tokens], tokens), ""]
@@ -253,8 +296,13 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
     parser.add_argument("--seconds", type=float, default=100.0, help="of measuring; preparing takes about 60 more")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of the thread; needs --threads 1")
     parser.add_argument("--out", help="name of a file of bench/results, without .md")
     options = parser.parse_args()
+    if options.clock == "cpu" and options.threads != "1":
+        parser.error(f"--clock cpu counts one thread, and --threads is {options.threads}: pass --threads 1")
+    global clock
+    clock = CLOCKS[options.clock]
     torch.manual_seed(0)
     threads = [int(word) for word in options.threads.split(",")]
     tokens = [int(word) for word in options.tokens.split(",")]
@@ -262,7 +310,8 @@ def main() -> None:
     lines = [
         "# Products with quantized weights", "",
         f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores of {platform.machine()}, load of other work "
-        f"{os.getloadavg()[0]:.1f}, torch {torch.__version__} ({capability}), {zprecision.kernels()}", "",
+        f"{os.getloadavg()[0]:.1f}, {options.clock} clock, torch {torch.__version__} ({capability}), "
+        f"{zprecision.kernels()}", "",
         *(__doc__ or "").split("\n\n")[2].splitlines(), "",
     ]  # fmt: skip
     for count in threads:
