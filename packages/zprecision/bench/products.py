@@ -4,9 +4,10 @@
 
 A table for each number of threads and of tokens; a round measures each of its cases once, so all see the same
 machine.  Weights of 4096 x 4096 in such a number that they do not fit the caches; milliseconds are those of one
-matrix.  The read loop (read_loop.c) is compiled for this processor when the benchmark runs.  "share" is bytes of
-weights a second over those of the read loop; "x NAME" is the speed over that of a peer, from medians.  The multiply
-loop (multiply_loop.c) does the operations of a product on registers, on each thread; "of loop" is the speed over its.
+matrix, of which one call multiplies by all, ours as ONNX Runtime's.  The read loop (read_loop.c) is compiled for this
+processor when the benchmark runs.  "share" is bytes of weights a second over those of the read loop; "x NAME" is the
+speed over that of a peer, from medians.  The multiply loop (multiply_loop.c) does the operations of a product on
+registers, on each thread; "of loop" is the speed over its.
 
 --clock cpu counts the processor time of the thread, for one thread: on a machine with other work the clock on the
 wall would measure that.  One thread of ONNX Runtime is the caller's, so its products are counted, too.
@@ -126,7 +127,7 @@ def ours(tokens: int, plain: Tensor, x: Tensor) -> list[Case]:
         quantized = zprecision.quantize(plain, name)
         weights = [zprecision.pack(quantized) for _ in range(count_of(quantized.nbytes, tokens))]
         for level in (level for level in zprecision.kernels().levels if level != "sse2"):
-            work = at_level(level, lambda held=weights: [zprecision.linear(x, each) for each in held])
+            work = at_level(level, lambda held=weights: zprecision.linear_many(x, held))
             cases.append(Case(f"{name} {level}", quantized.nbytes, len(weights), work))
     return cases
 
