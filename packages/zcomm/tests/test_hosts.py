@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,13 @@ def host_of_child(*prefix: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def test_kills_for_memory_of_the_control_group_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_GROUPS", tmp_path)
+    assert hosts.memory_kills() == ""
+    (tmp_path / "memory.events").write_text("oom 3\noom_kill 2\n")
+    assert hosts.memory_kills() == "; its control group has had 2 kills for memory"
 
 
 def test_a_process_started_here_is_on_this_host() -> None:

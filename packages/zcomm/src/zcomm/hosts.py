@@ -14,10 +14,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
-__all__ = ["has_ended", "process_identity", "this_host"]
+__all__ = ["has_ended", "memory_kills", "process_identity", "this_host"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PIDS = "/proc/self/ns/pid"
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def this_host() -> str:
@@ -38,6 +39,20 @@ def has_ended(identity: dict[str, Any]) -> bool:
     """True if the process is known to have ended; False if it runs, or if it cannot be seen from here."""
     host = this_host()
     return bool(host) and identity["host"] == host and start_time(identity["pid"]) != identity["started"]
+
+
+def memory_kills() -> str:
+    """Return what to add to the report of a process that is gone: memory kills of this control group; "" for none."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
+        texts = [
+            path.read_text() for path in (_GROUPS / own / "memory.events", _GROUPS / "memory.events") if path.exists()
+        ]
+    except OSError:
+        return ""
+    counts = [int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("oom_kill ")]
+    most = max(counts, default=0)
+    return f"; its control group has had {most} kill{'s' * (most > 1)} for memory" if most else ""
 
 
 def start_time(pid: int) -> str:

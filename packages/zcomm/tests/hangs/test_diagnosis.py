@@ -138,7 +138,10 @@ def test_ends_come_first_and_silence_last() -> None:
     left = Report(rank=2, world_size=4, answer=Answer.LEFT, groups=(group(entry(1, "barrier"), size=4),))
     silent = Report(rank=3, world_size=4, answer=Answer.SILENT, note="it has issued no collective")
     lines = diagnose(by_rank(report_of(0, group(FIRST, WAITING, size=4), size=4), gone, left, silent)).splitlines()
-    assert lines[0] == "Rank 1 is gone: its process has ended (process 4711 of this host)."
+    assert lines[0].startswith(
+        "Rank 1 is gone: its process has ended (process 4711 of this host). Its own output has "
+    )
+    assert "if memory was short, by the system (`dmesg`, or oom_kill in the memory.events" in lines[0]
     assert lines[1] == "Rank 2 has left the world after 1 collective of the default group."
     assert lines[-2].startswith("Rank 3 does not answer (it has issued no collective): it died, is stopped, or ")
     assert lines[-1] == "Some did not answer: look at the other ranks first."

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zengine.engine.drift import RanksDisagree
     from zengine.engine.engine import Engine
     from zengine.engine.feature import Feature
+    from zengine.engine.memory_errors import OutOfMemory
     from zengine.engine.nonfinite import LossScaleExhausted
     from zengine.features.signals import StoppedBySignal
     from zengine.pipeline_engine import PipelineEngine
@@ -43,6 +44,7 @@ __all__ = [
     "LossScaleExhausted",
     "MicroStep",
     "NonFiniteGradient",
+    "OutOfMemory",
     "PipelineEngine",
     "RanksDisagree",
     "StepReport",
@@ -64,6 +66,7 @@ _HOME_OF = {
     "LossScaleExhausted": "zengine.engine.nonfinite",
     "MicroStep": "zengine.engine.clock",
     "NonFiniteGradient": "zengine.step_report",
+    "OutOfMemory": "zengine.engine.memory_errors",
     "PipelineEngine": "zengine.pipeline_engine",
     "RanksDisagree": "zengine.engine.drift",
     "StepReport": "zengine.step_report",

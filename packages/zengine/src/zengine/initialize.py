@@ -127,7 +127,7 @@ def initialize(
         collate_fn=collate_fn,
         mpu=mpu,
     )
-    with telling_peers("initialize()"):
+    with telling_peers("initialize()", model):
         args, model, config = by_position(args, model, config)
         source = pick_config(args, config, config_params)
         model = _check_objects(model, optimizer, lr_scheduler)

@@ -36,6 +36,7 @@ from zengine.data import forever
 from zengine.data.tree import map_tensors
 from zengine.deepspeed_engine import DeepSpeedEngine
 from zengine.engine.loss_weighting import check_loss
+from zengine.engine.memory_errors import explains_memory
 from zpartition.pipeline import Passes, PipelineError, PipelineRunner, Recorder
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- batches ---------------------------------------------------------------------------------
 
+    @explains_memory("train_batch()")
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step over gradient_accumulation_steps micro-batches; all ranks call.
 

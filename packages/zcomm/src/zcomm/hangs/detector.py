@@ -322,7 +322,10 @@ def _within(limit_s: float, request: Callable[[], str]) -> str:
     """Return the result of `request`, or "" on a time-out: a store on a lost host may block for minutes."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(request()), daemon=True, name="zcomm-diagnosis")
-    thread.start()
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):  # a rank that is out of memory has none for a thread
+        return request()
     thread.join(limit_s)
     return found[0] if found else ""
 

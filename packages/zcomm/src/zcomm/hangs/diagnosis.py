@@ -23,6 +23,11 @@ from zcomm.hangs.report import Answer, CallSummary, GroupReport, Report, ranges
 
 __all__ = ["diagnose"]
 
+_ENDED = (
+    "Its own output has the reason; without one it was killed (SIGKILL), by a user or, if memory was short, by the "
+    "system (`dmesg`, or oom_kill in the memory.events of its control group)."
+)
+
 _Members = dict[int, GroupReport]  # reports of one group, by global rank
 
 
@@ -153,7 +158,7 @@ def _describe_labels(present: Mapping[int, CallSummary], title: str) -> list[str
 def _describe_ended(report: Report) -> str:
     note = f" ({report.note})" if report.note else ""
     if report.answer is Answer.GONE:
-        return f"Rank {report.rank} is gone: its process has ended{note}."
+        return f"Rank {report.rank} is gone: its process has ended{note}. {_ENDED}"
     counts = [f"{_count(group.issued)} of {group.title}" for group in report.groups]
     return f"Rank {report.rank} has left the world after {' and '.join(counts) or 'no collective'}{note}."
 

@@ -22,7 +22,7 @@ import attrs
 
 from zcomm import compat
 from zcomm.hangs.report import Answer, Report
-from zcomm.hosts import has_ended, process_identity
+from zcomm.hosts import has_ended, memory_kills, process_identity
 
 _POLL_S = 0.05  # between two polls of the store
 _UNKNOWN_LIMIT_S = 1.0  # for a rank that never opened the channel: it has no thread that could answer
@@ -120,7 +120,7 @@ class SideChannel:
         if is_known and has_ended(identity):
             if self._has(f"report/{rank}"):  # written between the two polls
                 return None
-            note = f"process {identity['pid']} of this host"
+            note = f"process {identity['pid']} of this host{memory_kills()}"
             return Report(rank=rank, world_size=self.world_size, answer=Answer.GONE, note=note)
         if waited_s < (limit_s if is_known else min(limit_s, _UNKNOWN_LIMIT_S)):
             return None

@@ -12,22 +12,31 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import zcomm
+from zengine.engine.memory_errors import OutOfMemory, describe, is_out_of_memory
 
 __all__ = ["telling_peers"]
 
 _JOIN_LIMIT_S = 20.0  # for the others to come to the rendezvous
 
+_CHANGES = (
+    "build the model inside `with zpartition.Init():`, so that no rank holds all of it",
+    '"zero_optimization": {"stage": 3}: each rank holds its part of weights and optimizer state',
+    '"zero_optimization": {"offload_optimizer": {"device": "cpu"}} (or "nvme"): moves the optimizer',
+    '"bf16": {"enabled": true}: half the memory of the weights in use',
+)
 _FAILED = " failed in "  # between the rank and the call, in the reason
 
 log = logging.getLogger("zengine")
 
 
 @contextmanager
-def telling_peers(call: str) -> Iterator[None]:
-    """Publish an error raised inside, unless every rank raises one; then raise it unchanged."""
+def telling_peers(call: str, model: object) -> Iterator[None]:
+    """Publish an error raised inside, unless every rank raises one; raise it, an allocator's as `OutOfMemory`."""
     try:
         yield
     except zcomm.CollectiveFailed as error:
@@ -39,8 +48,25 @@ def telling_peers(call: str) -> Iterator[None]:
     except zcomm.RendezvousFailed:
         raise
     except Exception as error:
-        _tell(call, error)
-        raise
+        named = _explain_memory(call, error, model) if is_out_of_memory(error) else error
+        _tell(call, named)
+        if named is error:
+            raise
+        raise named from error
+
+
+def _explain_memory(call: str, error: Exception, model: object) -> OutOfMemory:
+    rank = dist.get_rank() if dist.is_initialized() else zcomm.detect().rank
+    tensors = [] if not isinstance(model, nn.Module) else [*model.parameters(), *model.buffers()]
+    devices = [tensor.device for tensor in tensors if not tensor.is_meta]
+    device = devices[-1] if devices else torch.device("cpu")
+    return describe(
+        error,
+        f"rank {rank} ran out of memory in {call}",
+        lambda: {"the model as it was given": sum(each.nbytes for each in tensors if not each.is_meta)},
+        device,
+        lambda: list(_CHANGES),
+    )
 
 
 def _tell(call: str, error: Exception) -> None:
@@ -63,7 +89,8 @@ def _tell(call: str, error: Exception) -> None:
 
 
 def _abort(call: str, error: Exception, rank: int) -> None:
-    zcomm.abort(f"rank {rank}{_FAILED}{call}: {type(error).__name__}: {error}", unless_all=True)
+    text = str(error).splitlines()[0] if isinstance(error, OutOfMemory) else error
+    zcomm.abort(f"rank {rank}{_FAILED}{call}: {type(error).__name__}: {text}", unless_all=True)
 
 
 def _rank() -> str:

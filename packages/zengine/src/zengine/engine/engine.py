@@ -31,6 +31,7 @@ from zengine.engine import accumulation, module_attributes, optimizer_calls, tor
 from zengine.engine.clock import Boundary, Clock
 from zengine.engine.feature import Feature
 from zengine.engine.loss_weighting import StepLoss, Weight, check_loss, check_reached
+from zengine.engine.memory_errors import explains_memory
 from zengine.engine.parts import Parts, Run
 from zengine.step_report import StepReport
 
@@ -62,6 +63,7 @@ class Engine(nn.Module):
 
     # -- the loop --------------------------------------------------------------------------------
 
+    @explains_memory("forward()")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and return its output unchanged.
 
@@ -78,6 +80,7 @@ class Engine(nn.Module):
                 output = feature.forward_end(output)
         return output
 
+    @explains_memory("backward()")
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, weight: Weight | None = None
     ) -> Tensor:
@@ -124,6 +127,7 @@ class Engine(nn.Module):
         """
         return self._end_micro_step(partial(self.parts.scheduler.step, **dict(lr_kwargs or {})))
 
+    @explains_memory("step()")
     def _end_micro_step(self, step_lr_schedule: Callable[[], object]) -> StepReport | None:
         """Do the work of `step`; `step_lr_schedule` is called after an applied update."""
         parts, report = self.parts, None
@@ -229,6 +233,7 @@ class Engine(nn.Module):
 
     # -- checkpoints: every rank calls -----------------------------------------------------------
 
+    @explains_memory("save_checkpoint()")
     def save_checkpoint(
         self,
         save_dir: str,
@@ -261,6 +266,7 @@ class Engine(nn.Module):
             feature.checkpoint_saved(save_dir)
         return folder
 
+    @explains_memory("load_checkpoint()")
     def load_checkpoint(
         self,
         load_dir: str,
