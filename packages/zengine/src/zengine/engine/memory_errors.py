@@ -3,8 +3,8 @@
 An allocator's message says how much it could not get, not who holds the rest or what to change, and the other ranks
 wait in their next collective until the time-out.  So each verb of the engine turns such errors, of any allocator,
 into `OutOfMemory`: the rank, the call, the amount, the bytes by owner (`Partition.ledger`), the limits that apply,
-and the settings of this config to change, in order.  The reason is published (`zcomm.abort`), so that the others raise
-it within seconds; if all ranks run out of memory together, none is told, and a program may try a smaller batch.
+and the settings of this config to change, in order.  The reason is published (`zcomm.abort`), so that the others
+raise it within seconds; if all ranks run out of memory together, none is told, and a program may try a smaller batch.
 
 `OutOfMemory` is a torch.OutOfMemoryError and a MemoryError, and its text holds the allocator's, so code that looks
 for either (a search for the largest batch) finds it.
