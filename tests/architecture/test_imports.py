@@ -382,7 +382,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             "interchange.read_deepspeed_together",
             *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "CheckpointStateError", "Node"),
         },
-        "zcomm": {"all_gather_object", "group_rank", "group_size", "this_host"},
+        "zcomm": {"CollectiveFailed", "all_gather_object", "group_rank", "group_size", "this_host"},
     },
 }
 

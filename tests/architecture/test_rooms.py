@@ -22,7 +22,7 @@ QUESTIONS = ("What", "Who", "Which", "Where", "Whether", "From")
 # The folders of a package, lowest first: a module imports from its own folder and from earlier ones.  The list
 # includes modules beside the folders.  `zengine/deepspeed` mirrors DeepSpeed's paths.
 ORDER = {
-    "zcomm": ["compat", "hosts", "gloo", "hangs", "shared", "collectives", "groups", "testing"],
+    "zcomm": ["compat", "hosts", "hangs", "gloo", "shared", "collectives", "groups", "testing"],
     "zprecision": [
         *("_compat", "backends", "casting", "checks", "inspect", "rules", "keep_in_fp32", "scaling"),
         *("float8", "fp32_modules", "policy", "wide_buffers", "quant", "decoding"),

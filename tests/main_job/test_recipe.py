@@ -89,13 +89,16 @@ def test_measured_choices_are_pinned(folder):
     assert pin_measured(recipe, bf16=False, windows=16).config["bf16"]["enabled"] is False
 
 
-@pytest.mark.parametrize("conflict", [["--steps", "99"], ["--seed", "1"], ["--stage", "0"], ["--micro-batch", "9"]])
+@pytest.mark.parametrize("conflict", [["--steps", "9"], ["--seed", "1"], ["--stage", "0"], ["--micro-batch", "9"]])
 def test_a_resumed_run_keeps_its_recipe(folder, conflict):
     make_recipe(options_of("--quick", "--steps", "12"), folder).write(folder.recipe)
     assert load_recipe(options_of("--resume"), folder).steps == 12
     assert load_recipe(options_of("--resume", "--steps", "12", "--stage", "2"), folder).steps == 12
     with pytest.raises(RecipeError, match=f"{conflict[0]} {conflict[1]}: the run 'mine' was started with"):
         load_recipe(options_of("--resume", *conflict), folder)
+    extended = load_recipe(options_of("--resume", "--steps", "30"), folder)
+    assert extended.steps == 30
+    assert extended.config["scheduler"]["params"]["total_num_steps"] == 12
 
 
 def saved_run(runs, name: str) -> None:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 TOOLS = Path(__file__).resolve().parents[1]
+RUNS = TOOLS.parent / "runs"  # folder of runs, without --runs
 SPLITS = {  # options that split one model over ranks: name -> path of the key in the config, help text
     "tensor": (("tensor_parallel", "autotp_size"), "ranks that split the layers of one model"),
     "sequence": (("sequence_parallel_size",), "ranks that split each window"),
@@ -55,7 +56,12 @@ def parser() -> argparse.ArgumentParser:
         help="processes that train together (2; with a single GPU 1)",
     )
     add("--threads", type=positive, metavar="N", help="computing threads of each rank (default: cores / ranks)")
-    add("--steps", type=positive, metavar="N", help="optimizer steps (default: that of the config)")
+    add(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="optimizer steps (default: that of the config); more with --resume extend a run",
+    )
     add("--minutes", type=float, default=float("inf"), metavar="M", help="stop after M minutes and report")
     add("--name", type=run_name, metavar="NAME", help="folder of the run below runs/ (default: date and time)")
     add("--resume", action="store_true", help="continue the run --name, or the newest, from its last checkpoint")
@@ -66,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (_key, what) in SPLITS.items():
         add(f"--{name}", type=positive, metavar="N", help=f"{what}; may change with --resume")
     add("--quick", action="store_true", help="a tiny model for a few seconds, as a smoke test")
-    add("--runs", type=Path, default=TOOLS.parent / "runs", metavar="FOLDER", help="where runs are kept (runs/)")
+    add("--runs", type=Path, default=RUNS, metavar="FOLDER", help="where runs are kept (runs/)")
     add("--die-at", type=int, default=0, metavar="STEP", help="SIGKILL after this step, to test --resume")
     return made
 

@@ -49,12 +49,15 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     model = GPT(recipe.shape, seed=recipe.seed)
     trained = make_pipeline(model, recipe.config)
 
-    engine, _optimizer, loader, _scheduler = zengine.initialize(
-        model=trained,
-        model_parameters=parameter_groups(trained, recipe.weight_decay),
-        training_data=Windows(corpus.train, recipe.shape.context),
-        config=recipe.config,
-    )
+    try:
+        engine, _optimizer, loader, _scheduler = zengine.initialize(
+            model=trained,
+            model_parameters=parameter_groups(trained, recipe.weight_decay),
+            training_data=Windows(corpus.train, recipe.shape.context),
+            config=recipe.config,
+        )
+    except ValueError as error:  # a split that does not fit the model, say
+        raise RecipeError(str(error)) from error
 
     is_first = engine.parts.world.rank == 0
     progress = Progress(steps=recipe.steps, prints=is_first)
@@ -69,6 +72,8 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     if options.resume:
         _path, state = engine.load_checkpoint(str(folder.checkpoints))
         corpus.check_same_as(state["fingerprint"])
+        if is_first:
+            recipe.write(folder.recipe)  # --steps may extend the run
     elif is_first:
         pin_measured(recipe, bf16=engine.bfloat16_enabled(), windows=engine.train_batch_size()).write(folder.recipe)
     progress.print_line(introduction(run))

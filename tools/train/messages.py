@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from zengine.reporting import RecordedRun as Record
 from .evaluate import Result
 from .inference import Inference
 from .journal import Row
+from .launch import RUNS
 from .model import Scorer, generate
 from .progress import amount
 from .recipe import Folder, Recipe
@@ -41,7 +43,9 @@ class Run:
     @property
     def resuming(self) -> str:
         """Command that resumes the run."""
-        return f"python3 tools/dev.py train --resume --name {self.folder.name}"
+        runs = self.folder.path.parent
+        where = f" --runs {shlex.quote(str(runs))}" if runs != RUNS.resolve() else ""
+        return f"python3 tools/dev.py train --resume --name {self.folder.name}{where}"
 
     @property
     def precision(self) -> str:

@@ -217,11 +217,13 @@ def pin_measured(recipe: Recipe, *, bf16: bool, windows: int) -> Recipe:
 
 
 def load_recipe(options: argparse.Namespace, folder: Folder) -> Recipe:
-    """Load the recipe of the run to resume.  Raises RecipeError if an option contradicts it."""
+    """Load the recipe of the run to resume.  Raises RecipeError if an option contradicts it.
+
+    More `--steps` extend the run, also one that is finished; the learning rate stays at the end of its schedule.
+    """
     recipe = Recipe.read(folder.recipe)
     config = recipe.config
     fixed_options = {
-        "--steps": (options.steps, recipe.steps),
         "--seed": (options.seed, recipe.seed),
         "--stage": (options.stage, config.get("zero_optimization", {}).get("stage", 0)),
         "--micro-batch": (options.micro_batch, config.get("train_micro_batch_size_per_gpu")),
@@ -232,6 +234,12 @@ def load_recipe(options: argparse.Namespace, folder: Folder) -> Recipe:
                 f"{option} {given}: the run {folder.name!r} was started with {fixed}, which --resume cannot change. "
                 f"Omit the option, or start a new run"
             )
+    steps = options.steps or recipe.steps
+    if steps < recipe.steps:
+        raise RecipeError(
+            f"--steps {steps}: the run {folder.name!r} was started with {recipe.steps}; --resume can extend it, not "
+            f"shorten it. Omit the option, or give {recipe.steps} or more"
+        )
     if options.config is not None:
         raise RecipeError(f"--config: a resumed run uses its own config, in {folder.recipe}. Omit the option")
     if options.expert is not None and not recipe.shape.experts:
@@ -239,4 +247,4 @@ def load_recipe(options: argparse.Namespace, folder: Folder) -> Recipe:
             f"--expert: the run {folder.name!r} was started without experts. Start a new run with --expert"
         )
     _split(config, options, has_experts=recipe.shape.experts > 0)
-    return attrs.evolve(recipe, config=config)
+    return attrs.evolve(recipe, config=config, steps=steps)

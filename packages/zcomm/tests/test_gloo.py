@@ -98,3 +98,28 @@ def test_the_collectives_own_error_comes_out_of_a_slice() -> None:
     for work in (SlowWork(0, "Connection reset"), SlowWork(1, "Connection reset", ends_late=True)):
         with pytest.raises(RuntimeError, match="Connection reset"):
             gloo.wait_slice(work)  # type: ignore[arg-type]
+
+
+def calls_in_another_order(equal: bool) -> str:
+    """Gather two units in another order on rank 1; return the error."""
+    rank = dist.get_rank()
+    sizes = {"first": 4, "second": 4 if equal else 900}
+    for label in ("first", "second") if rank == 0 else ("second", "first"):
+        own = torch.full((sizes[label],), float(rank))
+        output = torch.empty(2 * sizes[label])
+        try:
+            zcomm.all_gather(output, own, async_op=True, label=f"unit {label!r}", agreed=True).wait()
+        except zcomm.CollectiveFailed as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_over_gloo_agreed_gathers_of_different_calls_name_both(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZCOMM_TRANSPORT", "gloo")
+    numel = 4 if equal else 900
+    for text in run_ranks(calls_in_another_order, 2, equal):
+        assert (
+            "the ranks disagree: rank 0 calls all_gather \"unit 'first'\" of 4 torch.float32 a rank, "
+            f"rank 1 all_gather \"unit 'second'\" of {numel} torch.float32 a rank."
+        ) in text

@@ -1,14 +1,18 @@
+import contextlib
 import os
 import pickle
 import random
+import resource
 import struct
 import subprocess
+import time
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 
 from zckpt import CheckpointCorrupt
+from zckpt.containers import unpickler
 from zckpt.containers.torch_file import find_global
 from zckpt.containers.unpickler import Constructor, DataUnpickler, Record
 
@@ -197,3 +201,53 @@ def test_a_program_that_was_changed_is_a_named_error_or_data() -> None:
         except CheckpointCorrupt:
             refused += 1
     assert refused > 500
+
+
+HOSTILE = {  # a few bytes of program for many bytes of objects
+    "sets": b"\x80\x04" + b"\x8f" * (1 << 20) + b".",
+    "lists": b"]" * (1 << 20) + b".",
+    "dicts in a list": b"](" + b"}" * (1 << 20) + b"e.",
+    "pairs of a memoized tuple": b")\x94" + b"h\x00h\x00\x86" * (1 << 19) + b".",
+    "memo entries": b"N" + b"\x94" * (1 << 20) + b".",
+    "numbers that are dropped": b"K\x010" * (1 << 20) + b".",
+    "nested lists": b"]" * (1 << 20) + b"a" * ((1 << 20) - 1) + b".",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_memory_is_bounded_by_the_objects_that_a_program_makes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind != "sets":  # those have the real limits; smaller ones save minutes
+        monkeypatch.setattr(unpickler, "MAX_OBJECT_NBYTES", 1 << 26)
+        monkeypatch.setattr(unpickler, "MAX_INSTRUCTIONS", 1 << 20)
+    program = HOSTILE[kind] if kind != "sets" else b"\x8f" * (1 << 22) + b"."
+    before, began_s = resident_nbytes(), time.monotonic()
+    with pytest.raises(CheckpointCorrupt, match=r"makes objects of more than \d+ MiB, or has more than [\d,]+ instr"):
+        read(program)
+    assert resident_nbytes() - before < 900 << 20
+    assert time.monotonic() - began_s < 60
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x8d" + (10**18).to_bytes(8, "little") + b"text.",  # BINUNICODE8 that claims 10^18 bytes
+        b"\x8b\xff\xff\xff\x7f1.",  # LONG4 of 2 GiB
+        b"\x96" + (2**63 - 1).to_bytes(8, "little") + b".",  # BYTEARRAY8
+        b"I" + b"9" * 10_000 + b"\n.",
+        b"\x80\x04\x95" + (2**60).to_bytes(8, "little") + b"N.x",  # a frame longer than the program
+    ],
+)
+def test_claimed_sizes_cost_nothing(program: bytes) -> None:
+    before = resident_nbytes()
+    with contextlib.suppress(CheckpointCorrupt):  # the frame is only a hint, and is ignored
+        assert read(program) is None
+    assert resident_nbytes() - before < 64 << 20
+
+
+def test_a_large_honest_program_is_read() -> None:
+    names = {f"layers.{index}.weight": (index, [1, 2, 3], {"dtype": "float32"}) for index in range(50_000)}
+    assert read(pickle.dumps(names)) == names
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zcomm import compat
+from zcomm.hangs.observer import ABORTED, observer
 
 
 @final
@@ -73,3 +74,29 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None, *, siz
         slices[rank].copy_(input.view(torch.uint8))
     senders = range(size) if group is None else [dist.get_global_rank(group, index) for index in range(size)]
     return Works([dist.broadcast(s, src=i, group=group, async_op=True) for s, i in zip(slices, senders)])
+
+
+_CALL_NBYTES = 160  # of a call's description in a comparison; longer ones are cut in the middle
+
+
+def compare_calls(call: str, group: ProcessGroup | None, *, size: int, rank: int) -> None:
+    """Compare the description of a collective over the ranks, before they issue it.
+
+    A message of its own, of a size that does not depend on the call: it matches whatever the ranks do next.
+    Raises RuntimeError on every rank; names a call that differs, and its rank.
+    """
+    text = call.encode()
+    if len(text) > _CALL_NBYTES:
+        text = text[: _CALL_NBYTES // 2] + text[-_CALL_NBYTES // 2 :]
+    mine = torch.frombuffer(bytearray(text.ljust(_CALL_NBYTES)), dtype=torch.uint8)
+    rows = torch.empty(size * _CALL_NBYTES, dtype=torch.uint8)
+    work = all_gather(rows, mine, group, size=size, rank=rank)
+    for part in work.works:
+        while not wait_slice(part):
+            if observer().is_aborted():
+                raise RuntimeError(ABORTED)
+    calls = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows.view(size, -1)]
+    for other, theirs in enumerate(calls):
+        if theirs != calls[0]:
+            ranks = [number if group is None else dist.get_global_rank(group, number) for number in (0, other)]
+            raise RuntimeError(f"the ranks disagree: rank {ranks[0]} calls {calls[0]}, rank {ranks[1]} {theirs}.")

@@ -7,14 +7,16 @@ Design.  The standard library's disassembler, which executes nothing, lists the 
 runs them.  It makes numbers, strings and containers; a class or function that the program names is looked up in a
 table (torch_file.py), whose entries are the only functions that run.  Any other name raises.
 
-The work is bounded by the length of the program: no instruction makes more than it reads, keys are shallow and short
-(so hashing is cheap), containers are shared instead of copied, and a budget in proportion to the program's length
-limits the values passed to all calls together, so no call can copy one large value repeatedly.
+The work is bounded: keys are shallow and short (so hashing is cheap), containers are shared instead of copied, and a
+budget in proportion to the program's length limits the values passed to all calls together, so no call can copy one
+large value repeatedly.  Memory is bounded by the objects, not by the program: one byte of program makes a set of
+200 bytes, so each instruction is charged what its object takes (`_COSTS`), and there is a limit of instructions too.
 """
 
 from __future__ import annotations
 
 import pickletools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -23,9 +25,21 @@ import attrs
 from zckpt.errors import CheckpointCorrupt
 
 MAX_NBYTES = 1 << 26  # of a program, which holds no tensor data
+MAX_OBJECT_NBYTES = 1 << 29  # of all objects that a program makes, also those that it drops
+MAX_INSTRUCTIONS = 1 << 23  # seconds of work; a checkpoint of a hundred thousand tensors has half
 _MAX_KEY = 1 << 12  # characters of a string, or bits of an int
 _SIZED = (str, bytes, bytearray, tuple, list, dict, set, frozenset)
 _MARK = object()
+
+_COST = 16  # bytes of an instruction without an object of its own: its places on the stack and in containers
+_COSTS = {
+    **dict.fromkeys(("EMPTY_LIST", "LIST"), 88),
+    **dict.fromkeys(("EMPTY_DICT", "DICT"), 96),
+    **dict.fromkeys(("EMPTY_SET", "FROZENSET"), 248),
+    **dict.fromkeys(("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"), 88),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), 136),  # an entry of a dict that doubles
+    **dict.fromkeys(("SETITEM", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "BINPERSID"), 136),
+}
 
 Operation = Callable[["DataUnpickler", Any], None]
 
@@ -66,11 +80,17 @@ class DataUnpickler:
 
     def run(self, program: bytes) -> Any:
         """Run the program and return its object.  Raises CheckpointCorrupt with the byte position of the problem."""
-        position, name = 0, ""
+        position, name, nbytes = 0, "", 0
         self.left = 8 * len(program) + 1000
         try:
-            for operation, argument, at in pickletools.genops(program):
+            for number, (operation, argument, at) in enumerate(pickletools.genops(program)):
                 position, name = at or 0, operation.name
+                nbytes += _COSTS.get(name, _COST) + (sys.getsizeof(argument) if argument is not None else 0)
+                if nbytes > MAX_OBJECT_NBYTES or number >= MAX_INSTRUCTIONS:
+                    raise CheckpointCorrupt(
+                        f"it makes objects of more than {MAX_OBJECT_NBYTES >> 20} MiB, or has more than "
+                        f"{MAX_INSTRUCTIONS:,} instructions: no checkpoint needs that beside its tensors"
+                    )
                 if name == "STOP":
                     value = self.pop()
                     if self.stack:

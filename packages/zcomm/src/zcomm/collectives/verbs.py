@@ -131,12 +131,22 @@ def reduce_scatter(
 
 
 def all_gather(
-    output: Tensor, input: Tensor, group: ProcessGroup | None = None, *, async_op: bool = False, label: str = ""
+    output: Tensor,
+    input: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: bool = False,
+    label: str = "",
+    agreed: bool = False,
 ) -> Handle:
     """Write every rank's `input` into `output`, in the order of the ranks.
 
     input: (n,) contiguous; output: (size * n,) contiguous, same dtype and device; input may be this rank's slice of
     output.  Raises ValueError naming the call if the tensors do not match.
+
+    agreed: over Gloo, compare the call with those of the other ranks first, in a small message.  Gloo ends the
+        process if another rank sends more than expected, and mixes up messages of equal size.  Shared memory
+        compares every call.
     """
     size, rank = group_size(group), group_rank(group)
     checks.flat_pair("all_gather", label, output, input, size=size, rank=rank)
@@ -147,7 +157,7 @@ def all_gather(
         Call.of("all_gather", label, size, output),
         lambda: (
             registry.issue(group, message)
-            or (gloo.is_used(output, group) and _gather_over_gloo(output, input, group))
+            or (gloo.is_used(output, group) and _gather_over_gloo(output, input, group, label if agreed else ""))
             or compat.all_gather_flat(output, input, group=group, async_op=True)
         ),
         (output, input),
@@ -252,9 +262,14 @@ def _all_reduce_in_place(input: Tensor, reduction: dist.ReduceOp.RedOpType, grou
     return dist.all_reduce(input, op=reduction, group=group, async_op=True)
 
 
-def _gather_over_gloo(output: Tensor, input: Tensor, group: ProcessGroup | None) -> Any:
-    """Gather over Gloo: see zcomm/gloo.py."""
-    return gloo.all_gather(output.detach(), input.detach(), group, size=group_size(group), rank=group_rank(group))
+def _gather_over_gloo(output: Tensor, input: Tensor, group: ProcessGroup | None, label: str) -> Any:
+    """Gather over Gloo: see zcomm/gloo.py.  label: compared with those of the other ranks first; "" is not."""
+    size, rank = group_size(group), group_rank(group)
+    if label:
+        gloo.compare_calls(
+            f"all_gather {label!r} of {input.numel()} {input.dtype} a rank", group, size=size, rank=rank
+        )
+    return gloo.all_gather(output.detach(), input.detach(), group, size=size, rank=rank)
 
 
 def _copy(output: Tensor, input: Tensor) -> Handle:

@@ -28,6 +28,11 @@ T = TypeVar("T")
 
 # source of a load; imported on the first load
 Source: TypeAlias = "zckpt.Checkpoint | zckpt.MemoryCheckpoint | zckpt.interchange.ForeignCheckpoint"
+ALL_RANKS = (
+    "Another rank did not take part in a save or load of a checkpoint, or failed in it. Call save_checkpoint(), "
+    "load_checkpoint() and the other verbs of checkpoints on all ranks, not under `if rank == 0`: each rank writes "
+    "and reads its own part."
+)
 MODEL = "model."  # prefix of the names of weights and buffers
 
 
@@ -46,8 +51,15 @@ class GroupPeers:
         return cls(group, zcomm.group_rank(group), zcomm.group_size(group))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
-        return zcomm.all_gather_object(value, self.group)
+        """Return every rank's value, in rank order.
+
+        Raises:
+            CollectiveFailed: another rank does something else, or has failed.
+        """
+        try:
+            return zcomm.all_gather_object(value, self.group)
+        except zcomm.CollectiveFailed as error:
+            raise zcomm.CollectiveFailed(f"{ALL_RANKS} {error}") from error
 
 
 class TagMismatch(ValueError, AssertionError):

@@ -60,3 +60,36 @@ def test_scalars_of_the_program_have_files_too(tmp_path):
     sink.write_events([("eval/loss", 1.5, 3)])
     sink.close()
     assert rows(tmp_path / "eval_loss.csv") == [["step", "loss"], ["3", "1.5"]]
+
+
+TAGS = [
+    "../../etc/passwd",
+    "a/b",
+    "a_b",
+    "=cmd()",
+    "x/=cmd()",
+    "-x",
+    ".hidden",
+    "two\nlines",
+    "n\0ul",
+    "é",
+    "x" * 400,
+    "",
+    "C:\\x",
+]
+
+
+def test_no_tag_leaves_the_folder_or_shares_a_file_or_is_a_formula(tmp_path):
+    sink = CsvSink(tmp_path / "run")
+    sink.write_events([(tag, 1.0, 5) for tag in TAGS])
+    sink.close()
+    files = sorted((tmp_path / "run").iterdir())
+    assert len(files) == len(TAGS) - 1  # "a/b" and "a_b" are one file, as in DeepSpeed
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
+    for path in files:
+        assert len(path.name.encode()) < 250
+        found = rows(path)
+        assert found[0][0] == "step"
+        assert not found[0][1].startswith(("=", "+", "-", "@"))
+        assert found[1:] == [["5", "1.0"]] * (2 if path.name == "a_b.csv" else 1)
+    assert (tmp_path / "run" / "é.csv").exists()

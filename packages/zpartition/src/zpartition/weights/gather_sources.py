@@ -68,7 +68,7 @@ class ExactShards:
     def gather(
         self, whole: Tensor, own: Tensor, group: ProcessGroup | None, pool: BufferPool, label: str
     ) -> zcomm.Handle:
-        return zcomm.all_gather(whole, own, group, async_op=True, label=label)
+        return zcomm.all_gather(whole, own, group, async_op=True, label=label, agreed=True)
 
     def invalidate(self) -> None:
         pass
