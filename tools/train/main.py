@@ -20,6 +20,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from .progress import Progress, memory_bytes
 from .recipe import Folder, Recipe, RecipeError, load_recipe, make_recipe, pin_measured
 from .sequence import split_sequences
 from .stopping import StopReason, StopVote
-from .text import CorpusError, Windows, read_corpus
+from .text import Corpus, CorpusError, Windows, read_corpus
 
 
 def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
@@ -47,18 +48,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     held_out = Windows(corpus.validation, recipe.shape.context)
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.shape, seed=recipe.seed)
-    trained = make_pipeline(model, recipe.config)
-
-    try:
-        engine, _optimizer, loader, _scheduler = zengine.initialize(
-            model=trained,
-            model_parameters=parameter_groups(trained, recipe.weight_decay),
-            training_data=Windows(corpus.train, recipe.shape.context),
-            config=recipe.config,
-        )
-    except ValueError as error:  # a split that does not fit the model, say
-        raise RecipeError(str(error)) from error
-
+    engine, loader = make_engine(model, recipe, corpus)
     is_first = engine.parts.world.rank == 0
     progress = Progress(steps=recipe.steps, prints=is_first)
     journal = Journal(folder.journal, writes=is_first, bytes_per_sample=recipe.shape.context)
@@ -104,6 +94,26 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
         inference = Inference(sample=sample) if recipe.shape.experts else judge_inference(folder, recipe, held_out)
         progress.print_line(write_results(run, result, inference, journal.rows()))
     return BELOW_BASELINE if recipe.is_below_baseline(step=result.step, beats_baseline=result.beats_baseline) else 0
+
+
+def make_engine(model: GPT, recipe: Recipe, corpus: Corpus) -> tuple[zengine.Engine, Any]:
+    """Return the engine and the loader of the training windows.
+
+    Raises RecipeError if the config does not fit the model: a split, for example.
+    """
+    trained = make_pipeline(model, recipe.config)
+    try:
+        engine, _optimizer, loader, _scheduler = zengine.initialize(
+            model=trained,
+            model_parameters=parameter_groups(trained, recipe.weight_decay),
+            training_data=Windows(corpus.train, recipe.shape.context),
+            config=recipe.config,
+        )
+    except zengine.ConfigError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    return engine, loader
 
 
 def one_step(engine: zengine.Engine, batches: Iterator[Tensor]) -> zengine.StepReport:
