@@ -120,7 +120,7 @@ CASES: dict[str, Callable[[], PlayedRun]] = {
     "1, tensor": lambda: subject("1", "t"),
     "1, tensor, whole first": lambda: subject("1", "t", script=WHOLE_FIRST),
     "1, tensor, skipped layers": lambda: subject("1", "t", skips=True, script=WHOLE_FIRST),
-    "1, tensor, 64 ranks": lambda: subject("1", "t", 64, script=SHORT),
+    "1, tensor, 16 ranks": lambda: subject("1", "t", 16, script=SHORT),
     "3, tensor": lambda: subject("3", "t", script=WHOLE_FIRST),
     "0, sequence": lambda: subject("0", "s"),
     "2, sequence, skipped layers": lambda: subject("2", "s", skips=True, script=WHOLE_FIRST),

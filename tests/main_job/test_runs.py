@@ -85,11 +85,19 @@ def without_measuring(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(400)  # three runs, one after the other
-def test_a_killed_run_continues_bit_for_bit(tmp_path):
-    same = (*QUICK, "--ranks", "2", "--config", str(without_measuring(tmp_path)))
-    code, output = train(tmp_path, *same, "--name", "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
+    """Figures of a run on two ranks that nothing interrupts."""
+    runs = tmp_path_factory.mktemp("whole")
+    config = str(without_measuring(runs))
+    code, output = train(runs, *QUICK, "--ranks", "2", "--config", config, "--name", "whole")
     assert code == 0, output
+    return figures(runs / "whole")
+
+
+@pytest.mark.timeout(400)  # three runs, one after the other
+def test_a_killed_run_continues_bit_for_bit(tmp_path, whole):
+    same = (*QUICK, "--ranks", "2", "--config", str(without_measuring(tmp_path)))
     code, output = train(tmp_path, *same, "--name", "killed", "--die-at", "13")
     assert code == 128 + signal.SIGKILL, output
     before = figures(tmp_path / "killed")
@@ -99,15 +107,13 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     code, output = train(tmp_path, "--quick", "--threads", "1", "--ranks", "2", "--resume")
     assert code == 0, output
     assert "run killed resumes after step 10" in output
-    assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
-    assert before == figures(tmp_path / "whole")[: len(before)]
+    assert figures(tmp_path / "killed") == whole
+    assert before == whole[: len(before)]
 
 
 @pytest.mark.timeout(400)
-def test_a_run_resumes_under_another_split(tmp_path):
+def test_a_run_resumes_under_another_split(tmp_path, whole):
     same = (*QUICK, "--config", str(without_measuring(tmp_path)))
-    code, output = train(tmp_path, *same, "--ranks", "2", "--name", "whole")
-    assert code == 0, output
     code, output = train(tmp_path, *same, "--pipeline", "2", "--name", "split", "--die-at", "13")
     assert code == 128 + signal.SIGKILL, output
     assert "a model over 2 ranks; a step is 1 replica x 4 micro-steps x 4 windows" in output
@@ -117,8 +123,7 @@ def test_a_run_resumes_under_another_split(tmp_path):
     assert code == 0, output
     assert "run split resumes after step 10" in output
     assert "a model over 2 ranks; a step is 1 replica x 4 micro-steps x 4 windows" in output
-    whole, split = figures(tmp_path / "whole"), figures(tmp_path / "split")
-    for alone, shared in zip(whole, split, strict=True):
+    for alone, shared in zip(whole, figures(tmp_path / "split"), strict=True):
         assert shared == pytest.approx(alone, abs=2e-4)  # the same windows, in float32, 16 steps of AdamW
 
 
