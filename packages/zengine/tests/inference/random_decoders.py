@@ -17,6 +17,7 @@ from zengine.inference.structure import (
     Embedding,
     FusedQKV,
     Head,
+    Mixture,
     MLPInput,
     Norm,
     Projection,
@@ -58,6 +59,10 @@ class Form:
     head_factor: float = 1.0
     head_softcap: float = 0.0
     embedding_norm: bool = False
+    experts: int = 0  # of a mixture in the place of the MLP
+    chosen: int = 2
+    renormalized: bool = True
+    shared: str = ""  # "plain", "gated": weighed by a gate
 
 
 FORMS = {
@@ -81,6 +86,14 @@ FORMS = {
     ),
     "fused gate that no panel divides, factors": Form(
         mlp="fused", grown=75, factors=(0.6, 1.3), bias=True, embedding_norm=True, head_factor=0.3
+    ),
+    "mixture": Form(experts=5),
+    "mixture with a gated shared expert, norms after": Form(
+        experts=19, chosen=3, renormalized=False, shared="gated", mlp="fused", grown=40, out_norms=True
+    ),
+    "mixture of plain MLPs beside the attention": Form(
+        experts=4, chosen=1, renormalized=False, shared="plain", mlp="plain", act=F.gelu, bias=True, grown=75,
+        mlp_input=MLPInput.BLOCK, factors=(0.7, 1.4),
     ),
     "wide heads": Form(width=96, heads=2, kv_heads=1, size=80, rotary_size=80, grown=130),
 }  # fmt: skip
@@ -155,14 +168,7 @@ def _block(draw: Draw, form: Form, name: str, rotary: Rotary | None) -> Block:
         softcap=form.softcap,
         window=form.window,
     )
-    grown = 2 * form.grown if form.mlp == "fused" else form.grown
-    mlp = MLP(
-        up=draw.projection(grown, form.width, form.bias, f"{name}.up"),
-        down=draw.projection(form.width, form.grown, form.bias, f"{name}.down"),
-        act=form.act,
-        gate=draw.projection(form.grown, form.width, form.bias, f"{name}.gate") if form.mlp == "gated" else None,
-        is_fused=form.mlp == "fused",
-    )
+    mlp = _mixture(draw, form, name) if form.experts else _mlp(draw, form, name, form.grown)
     has_mlp_norm = form.norms and form.mlp_input is not MLPInput.ATTENTION
     return Block(
         name=name,
@@ -175,4 +181,27 @@ def _block(draw: Draw, form: Form, name: str, rotary: Rotary | None) -> Block:
         mlp_out_norm=draw.norm(form.width, form) if form.out_norms else None,
         attention_factor=form.factors[0],
         mlp_factor=form.factors[1],
+    )
+
+
+def _mlp(draw: Draw, form: Form, name: str, grown: int) -> MLP:
+    rows = 2 * grown if form.mlp == "fused" else grown
+    return MLP(
+        up=draw.projection(rows, form.width, form.bias, f"{name}.up"),
+        down=draw.projection(form.width, grown, form.bias, f"{name}.down"),
+        act=form.act,
+        gate=draw.projection(grown, form.width, form.bias, f"{name}.gate") if form.mlp == "gated" else None,
+        is_fused=form.mlp == "fused",
+    )
+
+
+def _mixture(draw: Draw, form: Form, name: str) -> Mixture:
+    return Mixture(
+        router=draw.projection(form.experts, form.width, False, f"{name}.router"),
+        experts=tuple(_mlp(draw, form, f"{name}.experts.{index}", form.grown) for index in range(form.experts)),
+        top_k=form.chosen,
+        is_renormalized=form.renormalized,
+        factor=1.0 if form.renormalized else 1.7,
+        shared=_mlp(draw, form, f"{name}.shared", form.grown + 24) if form.shared else None,
+        shared_gate=draw.projection(1, form.width, False, f"{name}.gate") if form.shared == "gated" else None,
     )

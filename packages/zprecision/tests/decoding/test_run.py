@@ -18,6 +18,7 @@ from zprecision.decoding import (
     FusedCache,
     FusedDecoder,
     FusedHead,
+    FusedMixture,
     FusedMLP,
     FusedNorm,
     FusedProjection,
@@ -89,6 +90,74 @@ def test_a_first_token_is_its_products_bit_for_bit(form: str | None) -> None:
     assert torch.equal(x, wanted)
     assert logits is not None
     assert torch.equal(logits, zp.linear(wanted, head().projection.weight) * 0.5)
+
+
+def experts(number: int, form: Any = None) -> tuple[FusedMLP, ...]:
+    def projection(rows: int, columns: int, seed: int) -> FusedProjection:
+        weight = draw(rows, columns, seed=seed) / columns**0.5
+        return FusedProjection(zp.pack(zp.quantize(weight, form)) if form else weight)
+
+    return tuple(
+        FusedMLP(up=projection(72, WIDTH, 60 + k), down=projection(WIDTH, 72, 80 + k), act=Activation.RELU)
+        for k in range(number)
+    )
+
+
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+@pytest.mark.parametrize("is_renormalized", [False, True])
+def test_a_mixture_adds_the_chosen_experts_in_their_order(form: str | None, is_renormalized: bool) -> None:
+    mlps = experts(5, form and zp.format_named(form))
+    router = FusedProjection(draw(5, WIDTH, seed=11) / 3, draw(5, seed=12))
+    mixture = FusedMixture(router=router, experts=mlps, top_k=2, is_renormalized=is_renormalized, factor=0.5)
+    plain, x = block(), draw(3, WIDTH, seed=7)
+    empty = attrs.evolve(plain.mlp, down=FusedProjection(torch.zeros(WIDTH, 72)))
+    given = x.clone()
+    decoder(attrs.evolve(plain, mlp=empty)).run(given, [0, 1, 2], [0, 0, 0], range(1))  # what the MLP reads
+    decoder(attrs.evolve(plain, mlp=mixture)).run(x, [0, 1, 2], [0, 0, 0], range(1))
+    weights, chosen = torch.softmax(zp.linear(given, router.weight, router.bias), -1).topk(2, -1)
+    if is_renormalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    for row in range(3):
+        total = torch.zeros(1, WIDTH)
+        for expert, weight in sorted(zip(chosen[row].tolist(), weights[row].tolist(), strict=True)):
+            grown = zp.linear(given[row : row + 1], mlps[expert].up.weight).relu()
+            total += 0.5 * weight * zp.linear(grown, mlps[expert].down.weight)
+        torch.testing.assert_close(x[row : row + 1], given[row : row + 1] + total, rtol=2e-6, atol=2e-6)
+
+
+def test_routers_of_nan_and_of_equal_outputs_choose_experts_that_exist() -> None:
+    for fill, is_finite in ((torch.nan, False), (0.0, True)):
+        router = FusedProjection(torch.full((4, WIDTH), fill))
+        subject = attrs.evolve(block(), mlp=FusedMixture(router=router, experts=experts(4), top_k=3))
+        x = draw(2, WIDTH)
+        decoder(subject).run(x, [0, 1], [0, 0], range(1))
+        assert bool(x.isfinite().all()) is is_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_plain_weights_of_all_dtypes_and_orders_are_read_where_they_lie(
+    dtype: torch.dtype, is_transposed: bool
+) -> None:
+    weight = (draw(21, WIDTH, seed=9) / WIDTH**0.5).to(dtype)
+    given = weight.t().contiguous().t() if is_transposed else weight
+    subject = FusedDecoder(
+        [], FusedHead(norm=None, projection=FusedProjection(given)), width=WIDTH, capacity=CAPACITY
+    )
+    for tokens in (1, 2, 7, 16):
+        x = draw(tokens, WIDTH)
+        found = {}
+        for level in LIBRARY.levels if LIBRARY is not None else ():
+            with native.use_level(level):
+                found[level] = subject.run(x, list(range(tokens)), [0] * tokens, range(0), with_head=True)
+        wanted = x.double() @ weight.double().t()
+        first = next(iter(found.values()))
+        assert first is not None
+        assert all(each is not None and torch.equal(each, first) for each in found.values())
+        torch.testing.assert_close(first.double(), wanted, rtol=1e-5, atol=1e-6)
+        alone = subject.run(x[-1:].contiguous(), [0], [0], range(0), with_head=True)
+        assert alone is not None
+        assert torch.equal(alone[0], first[-1])
 
 
 def test_only_the_position_of_the_token_is_written() -> None:
@@ -202,6 +271,35 @@ def test_blocks_of_tensors_that_do_not_fit_are_rejected() -> None:
         ({"cache": narrow}, "scales of values are torch.bfloat16"),
         ({"mlp": grown}, r"up projection: its weight is \(71, 40\) and must be \(72, 40\)"),
         ({"mlp": attrs.evolve(subject.mlp, is_fused=True)}, r"up projection: .* must be \(144, 40\)"),
+        (
+            {"mlp": FusedMixture(router=FusedProjection(draw(3, WIDTH)), experts=experts(4), top_k=2)},
+            r"router: its weight is \(3, 40\) and must be \(4, 40\)",
+        ),
+        (
+            {"mlp": FusedMixture(router=FusedProjection(draw(4, WIDTH)), experts=experts(4), top_k=5)},
+            "5 of 4 experts are chosen",
+        ),
+        (
+            {
+                "mlp": FusedMixture(
+                    router=FusedProjection(draw(2, WIDTH)),
+                    experts=(experts(1)[0], subject.mlp),
+                    top_k=1,
+                    shared_gate=FusedProjection(draw(1, WIDTH)),
+                )
+            },
+            "no shared expert",
+        ),
+        (
+            {
+                "mlp": FusedMixture(
+                    router=FusedProjection(draw(2, WIDTH)),
+                    top_k=1,
+                    experts=(experts(1)[0], experts(1, zp.format_named("int8"))[0]),
+                )
+            },
+            "expert 1 has another form",
+        ),
         ({"mlp_norm": norm(WIDTH - 8, WIDTH - 8)}, "mlp_norm: its size is 32 and must be 40"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -220,5 +318,7 @@ def test_what_has_no_kernel_is_said() -> None:
         decoder(other)
     wide = FusedNorm(size=WIDTH, eps=1e-5, is_centered=False, weight=torch.ones(WIDTH, dtype=torch.float64))
     assert "it must be float32, bfloat16 or float16" in unsupported(attrs.evolve(subject, norm=wide))
+    many = FusedMixture(router=FusedProjection(draw(20, WIDTH)), experts=experts(20), top_k=17)
+    assert "17 experts are chosen for a token" in unsupported(attrs.evolve(subject, mlp=many))
     with native.use_level("none"):
         assert unsupported(subject).startswith("no kernels: ")

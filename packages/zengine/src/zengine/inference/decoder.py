@@ -23,7 +23,7 @@ from zengine.inference.attend import attend, causal_mask
 from zengine.inference.cache import KVCache
 from zengine.inference.fused import Fusion, FusionReport
 from zengine.inference.observe import tensors_in
-from zengine.inference.structure import MLP, Attention, Block, Decoder, MLPInput, Rotary
+from zengine.inference.structure import Attention, Block, Decoder, MLPInput, Rotary
 
 __all__ = ["DecoderPass"]
 
@@ -136,7 +136,7 @@ class DecoderPass:
         given = {MLPInput.RESIDUAL: residual, MLPInput.BLOCK: x, MLPInput.ATTENTION: source}[block.mlp_input]
         if block.mlp_norm is not None:
             given = block.mlp_norm(given)
-        mixed = block.mlp(given) if isinstance(block.mlp, MLP) else next(tensors_in(block.mlp(given))).view_as(given)
+        mixed = next(tensors_in(block.mlp(given))).view_as(given)
         if block.mlp_out_norm is not None:
             mixed = block.mlp_out_norm(mixed)
         return _add(residual, mixed, block.mlp_factor)

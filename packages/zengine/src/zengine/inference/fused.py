@@ -30,6 +30,7 @@ from zengine.inference.structure import (
     Decoder,
     FusedQKV,
     Head,
+    Mixture,
     MLPInput,
     Norm,
     Projection,
@@ -173,7 +174,7 @@ def _or_reason(make: Callable[[], Value]) -> Value | str:
 def _block(decoder: Decoder, index: int, cache: KVCache, tables: Tables) -> decoding.FusedBlock:
     block, width = decoder.blocks[index], decoder.embedding.tokens.shape[1]
     _check_dtype(decoder)
-    if not isinstance(block.mlp, MLP):
+    if not isinstance(block.mlp, (MLP, Mixture)):
         raise _NotFusedError(f"its MLP is called as it is ({type(block.mlp).__name__})")
     return decoding.FusedBlock(
         norm=_norm(block.attention_norm, width),
@@ -181,7 +182,7 @@ def _block(decoder: Decoder, index: int, cache: KVCache, tables: Tables) -> deco
         out_norm=_norm(block.attention_out_norm, width),
         mlp_input=_INPUTS[block.mlp_input],
         mlp_norm=_norm(block.mlp_norm, width),
-        mlp=_mlp(block.mlp),
+        mlp=_mixture(block.mlp) if isinstance(block.mlp, Mixture) else _mlp(block.mlp),
         mlp_out_norm=_norm(block.mlp_out_norm, width),
         attention_factor=block.attention_factor,
         mlp_factor=block.mlp_factor,
@@ -243,6 +244,18 @@ def _mlp(mlp: MLP) -> decoding.FusedMLP:
         act=act,
         gate=None if mlp.gate is None else _projection(mlp.gate),
         is_fused=mlp.is_fused,
+    )
+
+
+def _mixture(mixture: Mixture) -> decoding.FusedMixture:
+    return decoding.FusedMixture(
+        router=_projection(mixture.router),
+        experts=tuple(map(_mlp, mixture.experts)),
+        top_k=mixture.top_k,
+        is_renormalized=mixture.is_renormalized,
+        factor=mixture.factor,
+        shared=None if mixture.shared is None else _mlp(mixture.shared),
+        shared_gate=None if mixture.shared_gate is None else _projection(mixture.shared_gate),
     )
 
 

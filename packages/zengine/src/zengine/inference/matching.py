@@ -27,7 +27,10 @@ from zengine.inference.observe import Call
 from zengine.inference.quantized_modules import QuantizedLinear
 from zengine.inference.structure import MLP, Attention, FusedQKV, Norm, Projection, Rotary, RotaryStyle, Unary
 
-__all__ = ["Constants", "closest", "equal", "match_activation", "match_attention", "match_norm", "projection"]
+__all__ = [
+    *("ACTIVATIONS", "Constants", "closest", "equal", "match_activation", "match_attention", "match_mlp"),
+    *("match_norm", "projection"),
+]
 
 T = TypeVar("T")
 
@@ -150,7 +153,7 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-_ACTIVATIONS: tuple[Unary, ...] = (F.silu, F.gelu, gelu_tanh, F.relu, quick_gelu, squared_relu, torch.tanh)
+ACTIVATIONS: tuple[Unary, ...] = (F.silu, F.gelu, gelu_tanh, F.relu, quick_gelu, squared_relu, torch.tanh)
 
 
 def match_activation(before: Tensor, after: Tensor, factor: Tensor | None = None) -> Unary | None:
@@ -159,7 +162,7 @@ def match_activation(before: Tensor, after: Tensor, factor: Tensor | None = None
     def compute(act: Unary) -> Tensor:
         return act(before) if factor is None else act(before) * factor
 
-    return closest(after, ((act, functools.partial(compute, act)) for act in _ACTIVATIONS))
+    return closest(after, ((act, functools.partial(compute, act)) for act in ACTIVATIONS))
 
 
 def match_mlp(calls: Sequence[Call], x: Tensor) -> MLP | None:

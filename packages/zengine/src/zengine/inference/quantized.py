@@ -2,7 +2,7 @@
 
 `quantized` replaces the matrices of a decoder, one at a time, so beside the old and the new weights it needs memory
 for one matrix.  Four bits do not suit every layer: one whose error is over three times the median gets eight.
-Embeddings and norms keep their dtype, and so does the head unless `head` is set.
+Embeddings, norms and routers of experts keep their dtype, and so does the head unless `head` is set.
 
 The new decoder holds no reference to the matrices that it replaced.
 """
@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zengine.inference.structure import MLP, Block, Decoder, Projection
+from zengine.inference.structure import MLP, Block, Decoder, Mixture, Projection
 from zprecision.quant import Format, Int8, PackedTensor, QuantizedTensor, dequantize, format_name, pack, quantize
 
 __all__ = [
@@ -64,13 +64,24 @@ class QuantizationReport:
         return tuple(sorted(self.layers, key=lambda layer: -layer.error)[:5])
 
 
-def projections(decoder: Decoder) -> Iterator[Projection]:
-    """Yield the projections of all blocks, then the head's."""
+def projections(decoder: Decoder, *, routers: bool = True) -> Iterator[Projection]:
+    """Yield the projections of all blocks, then the head's.
+
+    routers: those that choose experts, and the gates of shared experts, too.
+    """
     for block in decoder.blocks:
         yield from block.attention.projections
         yield block.attention.out
+        mlps: tuple[MLP | None, ...] = ()
         if isinstance(block.mlp, MLP):
-            yield from (each for each in (block.mlp.gate, block.mlp.up, block.mlp.down) if each is not None)
+            mlps = (block.mlp,)
+        elif isinstance(block.mlp, Mixture):
+            mlps = (*block.mlp.experts, block.mlp.shared)
+            if routers:
+                yield from (each for each in (block.mlp.router, block.mlp.shared_gate) if each is not None)
+        for mlp in mlps:
+            if mlp is not None:
+                yield from (each for each in (mlp.gate, mlp.up, mlp.down) if each is not None)
     yield decoder.head.projection
 
 
@@ -84,7 +95,7 @@ def quantized(decoder: Decoder, format: Format, *, head: bool = True) -> tuple[D
     """
     made: dict[int, Projection] = {}
     rows: dict[int, LayerError] = {}
-    plain = [each for each in projections(decoder) if head or each is not decoder.head.projection]
+    plain = [each for each in projections(decoder, routers=False) if head or each is not decoder.head.projection]
     for each in plain:
         made[id(each)], rows[id(each)] = _quantize(each, format)
     median = statistics.median(row.error for row in rows.values())
@@ -127,11 +138,22 @@ def replaced(decoder: Decoder, new: Callable[[Projection], Projection]) -> Decod
             projections=tuple(map(new, block.attention.projections)),
             out=new(block.attention.out),
         )
-        mlp = block.mlp
-        if isinstance(mlp, MLP):
-            gate = None if mlp.gate is None else new(mlp.gate)
-            mlp = attrs.evolve(mlp, up=new(mlp.up), down=new(mlp.down), gate=gate)
-        return attrs.evolve(block, attention=attention, mlp=mlp)
+        return attrs.evolve(block, attention=attention, mlp=in_any(block.mlp))
+
+    def in_any(mlp: MLP | Mixture | nn.Module) -> MLP | Mixture | nn.Module:
+        if isinstance(mlp, Mixture):
+            return attrs.evolve(
+                mlp,
+                router=new(mlp.router),
+                experts=tuple(map(in_mlp, mlp.experts)),
+                shared=None if mlp.shared is None else in_mlp(mlp.shared),
+                shared_gate=None if mlp.shared_gate is None else new(mlp.shared_gate),
+            )
+        return in_mlp(mlp) if isinstance(mlp, MLP) else mlp
+
+    def in_mlp(mlp: MLP) -> MLP:
+        gate = None if mlp.gate is None else new(mlp.gate)
+        return attrs.evolve(mlp, up=new(mlp.up), down=new(mlp.down), gate=gate)
 
     head = attrs.evolve(decoder.head, projection=new(decoder.head.projection))
     return attrs.evolve(decoder, blocks=tuple(map(in_block, decoder.blocks)), head=head)

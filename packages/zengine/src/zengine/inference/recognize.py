@@ -9,8 +9,9 @@ ones share the attention's input, the next reads what the attention mixed, and s
 turns what was read into what was written.  Residual sums are found by adding: the input plus what the attention
 wrote must be what the MLP's norm read.  The result is a `Decoder` over the module's own weights.
 
-An MLP of another kind (experts, for example) is called as it is, if it treats each position by itself.  All else that
-does not match raises `NotRecognized`, with the place and what was tried; `verify` compares whole passes.
+A mixture of experts is matched as a whole (experts/match.py).  An MLP of another kind is called as it is, if it
+treats each position by itself.  All else that does not match raises `NotRecognized`, with the place and what was
+tried; `verify` compares whole passes.
 
 Rejected: a table of model classes (see matching.py); torch.fx and torch.export, whose graphs lose what a
 constant means, and which fail on control flow that depends on data.
@@ -29,10 +30,11 @@ from torch import Tensor, nn
 
 from zengine.adapters.foreign import parts_of_adapters
 from zengine.inference import matching
+from zengine.inference.experts.match import match_mixture
 from zengine.inference.matching import Constants, RotaryTables, closest, equal, match_norm, projection
 from zengine.inference.observe import Call, observe, tensors_in
 from zengine.inference.quantized_modules import QuantizedLinear
-from zengine.inference.structure import Attention, Block, Decoder, Embedding, Head, MLPInput, Norm
+from zengine.inference.structure import MLP, Attention, Block, Decoder, Embedding, Head, Mixture, MLPInput, Norm
 
 __all__ = ["NotRecognized", "recognize", "run_module"]
 
@@ -116,12 +118,15 @@ class _Recognition:
             if not isinstance(container, (nn.ModuleList, nn.Sequential)):
                 continue
             called = [by_module[id(child)] for child in container if id(child) in by_module]
-            if len(called) == len(container) > len(best) and all(
-                one.output.shape == other.input.shape and equal(other.input, one.output)
-                for one, other in itertools.pairwise(called)
+            # an MLP may be a longer list, of other widths; experts read (tokens, width)
+            keep = all(call.input.dim() == 3 and call.input.shape == call.output.shape for call in called)
+            if (
+                keep
+                and len(called) == len(container) > len(best)
+                and all(equal(other.input, one.output) for one, other in itertools.pairwise(called))
             ):
                 best = called
-        if not best or best[0].input.dim() != 3:
+        if not best:
             raise NotRecognized(
                 f"{type(self.model).__name__} has no list of blocks that hand on (batch, time, width) tensors"
             )
@@ -192,7 +197,9 @@ class _Recognition:
         if not mlp_calls:
             raise NotRecognized(f"{block.name}: no linear layer after {out.name}")
         mlp_in = unit.input if unit is not None else mlp_calls[0].input
-        mlp = matching.match_mlp(mlp_calls, mlp_in) or (None if unit is None else unit.module)
+        mlp: MLP | Mixture | nn.Module | None = matching.match_mlp(mlp_calls, mlp_in)
+        if mlp is None and unit is not None:
+            mlp = match_mixture(unit, [call for call in mlp_calls if call is not unit], self.config) or unit.module
         if mlp is None:
             raise NotRecognized(
                 f"{block.name}: {', '.join(call.name for call in mlp_calls)} are no MLP of a known form"

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from zprecision.quant import PackedTensor, QuantizedTensor, linear, linear_many
 
 __all__ = [
-    *("MLP", "Attention", "Block", "Decoder", "Embedding", "FusedQKV", "Head", "MLPInput", "Norm", "Projection"),
-    *("Rotary", "RotaryStyle"),
+    *("MLP", "Attention", "Block", "Decoder", "Embedding", "FusedQKV", "Head", "MLPInput", "Mixture", "Norm"),
+    *("Projection", "Rotary", "RotaryStyle"),
 ]
 
 Unary = Callable[[Tensor], Tensor]
@@ -178,6 +178,58 @@ class MLP:
         return self.down(self.act(gate) * up)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class Mixture:
+    """Mixture of experts (Shazeer et al. 2017): MLPs of which a router chooses `top_k` for each position.
+
+    The softmax of the router's outputs weighs them; the largest are chosen (Fedus et al. 2021, Jiang et al. 2024).
+    """
+
+    router: Projection  # (experts, width)
+    experts: tuple[MLP, ...]
+    top_k: int
+    is_renormalized: bool = False  # the chosen weights are divided by their sum
+    factor: float = 1.0  # of the chosen weights
+    shared: MLP | None = None  # for all positions
+    shared_gate: Projection | None = None  # (1, width): its sigmoid is the weight of the shared one; None: 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (..., width).  Returns the same shape."""
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(flat)
+        out = torch.zeros_like(flat)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            row, column = (chosen == expert).nonzero(as_tuple=True)
+            y = self.experts[expert](flat[row]) * weights[row, column, None]
+            out.index_add_(0, row, y.to(out.dtype))
+        if self.shared is not None:
+            common = self.shared(flat)
+            out = out + (
+                common if self.shared_gate is None else torch.sigmoid(_decided(self.shared_gate, flat)) * common
+            )
+        return out.view(x.shape)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and numbers of the chosen experts, (n, top_k) each, of x, (n, width)."""
+        outputs = _decided(self.router, x)
+        probabilities = torch.softmax(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), dim=-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if self.is_renormalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return (weights * self.factor).to(x.dtype), chosen
+
+
+def _decided(projection: Projection, x: Tensor) -> Tensor:
+    """Return the projection of x by sums in float64.
+
+    Torch's product with few rows rounds otherwise for other numbers of threads, and then other experts may be chosen.
+    """
+    weight, bias = projection.weight, projection.bias
+    if not isinstance(weight, Tensor):
+        return projection(x)
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+
 class MLPInput(enum.Enum):
     """Source of what the MLP reads."""
 
@@ -196,7 +248,7 @@ class Block:
     attention_out_norm: Norm | None = None  # of what the attention adds
     mlp_input: MLPInput
     mlp_norm: Norm | None
-    mlp: MLP | nn.Module  # a module: not recognised, and called as it is
+    mlp: MLP | Mixture | nn.Module  # a module: not recognised, and called as it is
     mlp_out_norm: Norm | None = None
     attention_factor: float = 1.0  # of what the attention adds
     mlp_factor: float = 1.0
@@ -259,6 +311,11 @@ class Decoder:
         """Positions that the model has, if it learnt a vector for each; else None."""
         positions = self.embedding.positions
         return None if positions is None else positions.shape[0] - self.embedding.offset
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether a block has, or may have, a router, so that rounding may choose another expert."""
+        return any(not isinstance(block.mlp, MLP) for block in self.blocks)
 
     @property
     def opaque(self) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def _error(found: Tensor, wanted: Tensor, decoder: Decoder) -> float:
     With 16-bit weights a router of experts may choose otherwise at a few positions; a tenth of them is left out.
     """
     by_position = (found - wanted).abs().amax(-1) / wanted.abs().max()
-    may_route = bool(decoder.opaque) and decoder.embedding.tokens.dtype.itemsize < 4
+    may_route = decoder.chooses_experts and decoder.embedding.tokens.dtype.itemsize < 4
     return float(torch.quantile(by_position, 0.9) if may_route else by_position.max())
 
 

@@ -69,8 +69,9 @@ typedef struct {
   zq_matrix matrix;   /* its bias and out are not used */
   const void *bias;   /* (rows,) of `bias_dtype`, or NULL */
   int64_t columns;
-  int32_t dtype;      /* of the rows: 0 or 1; -1: panels */
+  int32_t dtype;         /* of the rows: 0, 1 or 2; -1: panels */
   int32_t bias_dtype;
+  int32_t is_transposed; /* plain weights lie as (columns, rows) */
 } zq_projection;
 
 typedef struct {
@@ -80,9 +81,29 @@ typedef struct {
   int32_t is_centered, weight_dtype, bias_dtype;
 } zq_norm;
 
+/* down(act(up(x))), or down(act(gate(x)) * up(x)). */
+typedef struct {
+  zq_projection gate, up, down;
+  int32_t has_gate; /* 0: no; 1: yes; 2: its rows are before those of `up` in one matrix, which `gate` and `up` are */
+  int32_t act;      /* 0 SiLU, 1 GELU, 2 GELU by tanh, 3 ReLU, 4 x sigmoid(1.702 x), 5 ReLU squared, 6 tanh */
+} zq_mlp;
+
+/* A mixture: a router chooses `top_k` of the experts for each token, with weights; perhaps one is for all tokens. */
+typedef struct {
+  const zq_mlp *experts;     /* all of one size; the shared one, of any size, is after them */
+  zq_projection router;      /* one row for each expert */
+  zq_projection shared_gate; /* one row: its sigmoid is the weight of the shared expert; no rows: the weight is 1 */
+  int64_t num_experts, top_k;
+  float factor;              /* of the chosen weights */
+  int32_t is_renormalized;   /* the chosen weights sum to `factor` */
+  int32_t has_shared;
+} zq_mixture;
+
 typedef struct {
   zq_norm norm, query_norm, key_norm, out_norm, mlp_norm, mlp_out_norm;
-  zq_projection qkv[3], out, gate, up, down;
+  zq_projection qkv[3], out;
+  zq_mlp mlp;
+  const zq_mixture *mixture;        /* in the place of `mlp`; or NULL */
   void *keys, *values;              /* (slots, kv heads, capacity, head size) of `cache_dtype` */
   float *key_scales, *value_scales; /* (slots, kv heads, capacity), of an int8 cache */
   const float *cos, *sin;           /* (capacity, rotary_size / 2) */
@@ -93,9 +114,7 @@ typedef struct {
   int64_t rotary_size, window;      /* 0: none */
   float scale, softcap, attention_factor, mlp_factor;
   int32_t cache_dtype, is_neighbours;
-  int32_t has_gate;  /* 0: no; 1: yes; 2: its rows are before those of `up` in one matrix, which `gate` and `up` are */
   int32_t mlp_input; /* 0: residual, 1: the block's input, 2: what the attention reads */
-  int32_t act;       /* 0 SiLU, 1 GELU, 2 GELU by tanh, 3 ReLU, 4 x sigmoid(1.702 x), 5 ReLU squared, 6 tanh */
 } zq_block;
 
 typedef struct {
@@ -104,14 +123,18 @@ typedef struct {
   zq_norm norm;        /* after the last block */
   zq_projection head;
   float head_factor, head_softcap;
+  int32_t is_split; /* attention and MLP give terms of a sum over ranks: they stay in `written`, for the caller */
 } zq_decoder;
 
+/* A block is three stages: attention; MLP; the addition of what the MLP gave.  A decoder that is not split does the
+ * last within the second. */
 typedef struct {
-  int64_t first_block, end_block, tokens;
+  int64_t first_stage, end_stage, tokens; /* stages of all blocks are counted through */
   const int64_t *slots, *positions; /* (tokens,): different slots; a position is the length of the sequence before */
   float *x;                         /* (tokens, width): input of the first block, output of the last */
   float *logits;                    /* (tokens, rows of the head), or NULL */
-  void *scratch;                    /* zq_step_bytes */
+  float *written;                   /* (tokens, width), of a decoder that is split; kept from call to call */
+  void *scratch;                    /* zq_step_bytes; kept from call to call */
 } zq_step;
 
 int64_t zq_step_bytes(const zq_decoder *decoder, int64_t tokens, int num_threads);

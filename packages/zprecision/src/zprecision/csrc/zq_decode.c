@@ -15,6 +15,17 @@
  *   grow       32 rows        gate and up, activation, product, quantized: a block of the activation
  *   shrink     16 rows        as output
  *
+ * An MLP of experts has other phases in the place of the last two:
+ *
+ *   route      16 rows        of the router
+ *   choose     one            experts of all tokens; tokens of each expert
+ *   gather     a choice       what the MLP reads, in the order of the experts, quantized in tiles of an expert's tokens
+ *   grow       32 rows of an expert     for its tokens
+ *   shrink     16 rows        of all chosen experts: a token's terms are added in the order of the experts
+ *
+ * A decoder whose weights are split over ranks runs up to where terms of a sum over ranks are in `written`, and goes on
+ * when the caller has added them.
+ *
  * A unit reads whole rows of weights for all tokens, so weights are read once for all.  No sum crosses a unit, and
  * every sum has one order: results depend neither on threads nor on the other tokens.
  *
@@ -37,6 +48,7 @@ static const zq_layer_kernels *const layers[] = {&zq_layers_base};
 #endif
 
 enum { INPUT_RESIDUAL, INPUT_BLOCK, INPUT_SOURCE };
+enum { ACT_EXP = 7 }; /* of zq_activate */
 
 /* Units of a phase that were claimed, and that are done. */
 typedef struct {
@@ -45,14 +57,26 @@ typedef struct {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Activations of all tokens, as floats in rows that are padded with zeros to 64, and quantized in tiles. */
+/* Activations of some tokens, as floats in rows that are padded with zeros to 64, and quantized in tiles. */
 typedef struct {
   float *floats;
-  int64_t stride, blocks;
+  int64_t stride, blocks, tokens;
   int8_t *codes;
   float *scales;
   int32_t *sums;
 } activations;
+
+/* The tokens of one expert: choices [first, first + count) in the order of the experts. */
+typedef struct {
+  int64_t expert, first, count;
+} expert_group;
+
+/* Choices of a mixture, (tokens, top_k) of them; in the order of the experts, and then of the tokens. */
+typedef struct {
+  int64_t num_groups, token[ZQ_MOST_CHOICES], group_of[ZQ_MOST_CHOICES];
+  float weight[ZQ_MOST_CHOICES];
+  expert_group groups[ZQ_MOST_CHOICES];
+} choices;
 
 typedef struct {
   const zq_decoder *decoder;
@@ -63,7 +87,11 @@ typedef struct {
   progress *phases, *phase; /* all of the step, and the next of the thread */
   int num_threads;
   activations source, attended, mlp_input, grown;
-  float *rows, *written; /* (tokens, row): queries, keys, values; (tokens, width): before a norm */
+  activations chosen, chosen_grown; /* a row for each choice of an expert */
+  choices *choice;
+  float *routed; /* (tokens, routed_stride): what the router gave, and the gate of the shared expert */
+  int64_t routed_stride;
+  float *rows, *written; /* (tokens, row): queries, keys, values; (tokens, width): before a norm, or a sum over ranks */
   float *partials;
   int64_t row_stride, most_runs;
   float *scratch; /* of each thread */
@@ -84,7 +112,7 @@ static void *reserve(arena *a, int64_t bytes) {
 }
 
 static activations reserve_activations(arena *a, int64_t tokens, int64_t columns) {
-  activations x = {.stride = (columns + 63) / 64 * 64 + 64, .blocks = zq_num_blocks(columns)};
+  activations x = {.stride = (columns + 63) / 64 * 64 + 64, .blocks = zq_num_blocks(columns), .tokens = tokens};
   x.floats = reserve(a, tokens * x.stride * 4);
   x.codes = reserve(a, tokens * x.blocks * ZQ_BLOCK);
   x.scales = reserve(a, tokens * x.blocks * 4);
@@ -92,20 +120,39 @@ static activations reserve_activations(arena *a, int64_t tokens, int64_t columns
   return x;
 }
 
-static int64_t num_phases(const zq_decoder *d) { return 9 * d->num_blocks + 2; }
+static int64_t num_phases(const zq_decoder *d) { return 12 * d->num_blocks + 2; }
 
 static int64_t most_runs(const zq_decoder *d) { return (d->capacity + ZQ_RUN - 1) / ZQ_RUN; }
 
 static int64_t row_of(const zq_block *b) { return (b->num_heads + 2 * b->num_kv_heads) * b->head_size; }
 
+/* Sizes of buffers of the MLPs. */
+typedef struct {
+  int64_t grown, routed, top_k, expert_grown;
+} mlp_sizes;
+
+static mlp_sizes sizes_of(const zq_decoder *d) {
+  mlp_sizes found = {0, 0, 0, 0};
+  for (const zq_block *b = d->blocks; b < d->blocks + d->num_blocks; b++) {
+    const zq_mixture *m = b->mixture;
+    const zq_mlp *all = m ? m->experts + m->num_experts : &b->mlp; /* for all tokens */
+    if (!m || m->has_shared) found.grown = larger(found.grown, all->down.columns);
+    if (!m) continue;
+    found.routed = larger(found.routed, m->num_experts + 1);
+    found.top_k = larger(found.top_k, m->top_k);
+    found.expert_grown = larger(found.expert_grown, m->experts->down.columns);
+  }
+  return found;
+}
+
 /* Place all buffers; each is large enough for every block. */
 static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threads, void *memory) {
-  int64_t row = 16, mixed = 0, grown = 0, partial = 0;
+  int64_t row = 16, mixed = 0, partial = 0;
+  const mlp_sizes sizes = sizes_of(d);
   arena a = {memory, 0};
   for (const zq_block *b = d->blocks; b < d->blocks + d->num_blocks; b++) {
     row = larger(row, row_of(b));
     mixed = larger(mixed, b->out.columns);
-    grown = larger(grown, b->down.columns);
     partial = larger(partial, b->num_heads * ZQ_PARTIAL_FLOATS(b->head_size));
     s->scratch_floats = larger(s->scratch_floats,
                                ZQ_ATTENTION_FLOATS(b->head_size, b->num_heads / b->num_kv_heads));
@@ -116,9 +163,16 @@ static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threa
   s->source = reserve_activations(&a, tokens, d->width);
   s->attended = reserve_activations(&a, tokens, mixed);
   s->mlp_input = reserve_activations(&a, tokens, d->width);
-  s->grown = reserve_activations(&a, tokens, grown);
+  s->grown = reserve_activations(&a, tokens, sizes.grown);
+  if (sizes.top_k) {
+    s->chosen = reserve_activations(&a, tokens * sizes.top_k, d->width);
+    s->chosen_grown = reserve_activations(&a, tokens * sizes.top_k, sizes.expert_grown);
+    s->choice = reserve(&a, sizeof *s->choice);
+    s->routed_stride = (sizes.routed + 15) / 16 * 16 + 16;
+    s->routed = reserve(&a, tokens * s->routed_stride * 4);
+  }
   s->rows = reserve(&a, tokens * s->row_stride * 4);
-  s->written = reserve(&a, tokens * d->width * 4);
+  if (!d->is_split) s->written = reserve(&a, tokens * d->width * 4);
   s->partials = reserve(&a, tokens * partial * s->most_runs * 4);
   s->scratch = reserve(&a, num_threads * s->scratch_floats * 4);
   return a.used;
@@ -149,7 +203,7 @@ static int64_t tile_at(int64_t token, int64_t tokens, int64_t blocks, int *size)
 static void quantize_blocks(const step *s, const activations *x, int64_t token, int64_t first, int64_t count,
                             int64_t columns) {
   int size;
-  int64_t at = tile_at(token, s->given->tokens, x->blocks, &size) + first / ZQ_BLOCK * size;
+  int64_t at = tile_at(token, x->tokens, x->blocks, &size) + first / ZQ_BLOCK * size;
   int64_t blocks = first + count >= columns ? x->blocks - first / ZQ_BLOCK : count / ZQ_BLOCK;
   s->products->activations(x->floats + token * x->stride + first, columns - first < count ? columns - first : count,
                            blocks, x->codes + at * ZQ_BLOCK, x->scales + at, x->sums + at, size);
@@ -166,11 +220,19 @@ static void finish_row(const step *s, const activations *x, int64_t token, int64
   if (is_quantized) quantize_blocks(s, x, token, 0, columns, columns);
 }
 
+/* Some of the rows, in tiles of their own. */
+static activations part_of(activations x, int64_t first, int64_t count) {
+  x.floats += first * x.stride;
+  x.codes += first * x.blocks * ZQ_BLOCK, x.scales += first * x.blocks, x.sums += first * x.blocks;
+  x.tokens = count;
+  return x;
+}
+
 /* Products ------------------------------------------------------------------------------------------------ */
 
 static void panel_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
                        float (*out)[ZQ_WIDE]) {
-  const int64_t tokens = s->given->tokens, bytes = zq_panel_bytes(&p->matrix, p->columns);
+  const int64_t tokens = x->tokens, bytes = zq_panel_bytes(&p->matrix, p->columns);
   const int64_t blocks = zq_matrix_blocks(&p->matrix, p->columns);
   float values[ZQ_MOST_TOKENS][ZQ_PANEL];
   for (int64_t panel = first / ZQ_PANEL; panel * ZQ_PANEL < first + count; panel++) {
@@ -191,17 +253,22 @@ static void panel_rows(const step *s, const zq_projection *p, const activations 
 static void plain_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
                        float (*out)[ZQ_WIDE]) {
   const int64_t width = p->dtype == 0 ? 4 : 2;
-  s->layers->plain(p->dtype, (const char *)p->matrix.data + first * p->columns * width, p->columns, count, x->floats,
-                   x->stride, s->given->tokens, out);
+  const char *data = (const char *)p->matrix.data;
+  if (p->is_transposed)
+    s->layers->transposed(p->dtype, data + first * width, p->columns, p->matrix.rows, count, x->floats, x->stride,
+                          x->tokens, out);
+  else
+    s->layers->plain(p->dtype, data + first * p->columns * width, p->columns, count, x->floats, x->stride, x->tokens,
+                     out);
 }
 
-/* Rows [first, first + count) of a projection for all tokens, with its bias. */
+/* Rows [first, first + count) of a projection for all tokens of x, with its bias. */
 static void product_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
                          float (*out)[ZQ_WIDE]) {
   (p->dtype < 0 ? panel_rows : plain_rows)(s, p, x, first, count, out);
   if (!p->bias) return;
   const char *bias = (const char *)p->bias + first * (p->bias_dtype == 0 ? 4 : 2);
-  for (int64_t token = 0; token < s->given->tokens; token++) s->layers->bias(out[token], p->bias_dtype, bias, count);
+  for (int64_t token = 0; token < x->tokens; token++) s->layers->bias(out[token], p->bias_dtype, bias, count);
 }
 
 static int64_t units_of(int64_t rows, int64_t each) { return (rows + each - 1) / each; }
@@ -209,6 +276,19 @@ static int64_t units_of(int64_t rows, int64_t each) { return (rows + each - 1) /
 /* Phases -------------------------------------------------------------------------------------------------- */
 
 typedef void phase(step *s, int64_t from, int64_t to, int thread);
+
+/* Whether what attention or MLP give is kept until all rows are there: for a norm, or a sum over ranks. */
+static int is_kept(const step *s, const zq_norm *norm) { return norm->size || s->decoder->is_split; }
+
+/* Add elements [first, first + count) of all tokens to the residual stream, or keep them. */
+static void emit(step *s, const zq_norm *norm, float factor, int64_t first, int64_t count, float (*values)[ZQ_WIDE]) {
+  const int64_t width = s->decoder->width;
+  for (int64_t token = 0; token < s->given->tokens; token++)
+    if (is_kept(s, norm))
+      memcpy(s->written + token * width + first, values[token], (size_t)count * 4);
+    else
+      s->layers->add(s->given->x + token * width + first, values[token], factor, count);
+}
 
 /* Add a product of all tokens to the residual stream. */
 static void add_rows(step *s, const zq_projection *p, const activations *x, const zq_norm *norm, float factor,
@@ -218,18 +298,14 @@ static void add_rows(step *s, const zq_projection *p, const activations *x, cons
   for (int64_t unit = from; unit < to; unit++) {
     int64_t first = unit * ZQ_PANEL, count = width - first < ZQ_PANEL ? width - first : ZQ_PANEL;
     product_rows(s, p, x, first, count, values);
-    for (int64_t token = 0; token < s->given->tokens; token++)
-      if (norm->size)
-        memcpy(s->written + token * width + first, values[token], (size_t)count * 4);
-      else
-        s->layers->add(s->given->x + token * width + first, values[token], factor, count);
+    emit(s, norm, factor, first, count, values);
   }
 }
 
 static void norm_and_add(step *s, const zq_norm *norm, int64_t token, float factor) {
   const int64_t width = s->decoder->width;
-  if (!norm->size) return;
-  s->layers->norm(norm, s->written + token * width, s->written + token * width);
+  if (!is_kept(s, norm)) return;
+  if (norm->size) s->layers->norm(norm, s->written + token * width, s->written + token * width);
   s->layers->add(s->given->x + token * width, s->written + token * width, factor, width);
 }
 
@@ -248,10 +324,21 @@ static int some_are_panels(const zq_projection *p, int64_t count) {
   return 0;
 }
 
+static int reads_panels(const zq_mlp *m) { return m->up.dtype < 0 || (m->has_gate && m->gate.dtype < 0); }
+
+/* The MLP of all tokens: that of the block, or the shared one of a mixture; NULL if there is none. */
+static const zq_mlp *common_mlp(const zq_block *b) {
+  const zq_mixture *m = b->mixture;
+  return !m ? &b->mlp : m->has_shared ? m->experts + m->num_experts : NULL;
+}
+
 static void mlp_row(step *s, const float *from, int64_t token) {
   const zq_block *b = s->block;
+  const zq_mlp *common = common_mlp(b);
+  int is_quantized = common && reads_panels(common);
+  if (b->mixture) is_quantized |= b->mixture->router.dtype < 0 || b->mixture->shared_gate.dtype < 0;
   normalized(s, &b->mlp_norm, from, &s->mlp_input, token);
-  finish_row(s, &s->mlp_input, token, s->decoder->width, b->gate.dtype < 0 || b->up.dtype < 0);
+  finish_row(s, &s->mlp_input, token, s->decoder->width, is_quantized);
 }
 
 static void inputs(step *s, int64_t from, int64_t to, int thread) {
@@ -363,28 +450,177 @@ static void mlp_inputs(step *s, int64_t from, int64_t to, int thread) {
   }
 }
 
+/* 32 rows of gate and up of an MLP for all tokens of x. */
+static void grow_rows(step *s, const zq_mlp *m, const activations *x, const activations *grown, int64_t unit) {
+  const int64_t size = m->down.columns, up_at = m->has_gate == 2 ? size : 0;
+  const int64_t first = unit * ZQ_WIDE, count = size - first < ZQ_WIDE ? size - first : ZQ_WIDE;
+  float gate[16][ZQ_WIDE], up[16][ZQ_WIDE];
+  if (m->has_gate) product_rows(s, &m->gate, x, first, count, gate);
+  product_rows(s, &m->up, x, up_at + first, count, up);
+  for (int64_t token = 0; token < x->tokens; token++) {
+    float *out = grown->floats + token * grown->stride + first;
+    s->layers->activate(m->act, m->has_gate ? gate[token] : up[token], m->has_gate ? up[token] : NULL, out, count);
+    if (first + count == size) pad_floats(grown, token, size);
+    if (m->down.dtype < 0) quantize_blocks(s, grown, token, first, ZQ_WIDE, size);
+  }
+}
+
 static void grow(step *s, int64_t from, int64_t to, int thread) {
   const zq_block *b = s->block;
-  const int64_t size = b->down.columns, up_at = b->has_gate == 2 ? size : 0;
-  float gate[16][ZQ_WIDE], up[16][ZQ_WIDE];
   (void)thread;
-  for (int64_t unit = from; unit < to; unit++) {
-    const int64_t first = unit * ZQ_WIDE, count = size - first < ZQ_WIDE ? size - first : ZQ_WIDE;
-    if (b->has_gate) product_rows(s, &b->gate, &s->mlp_input, first, count, gate);
-    product_rows(s, &b->up, &s->mlp_input, up_at + first, count, up);
-    for (int64_t token = 0; token < s->given->tokens; token++) {
-      float *out = s->grown.floats + token * s->grown.stride + first;
-      s->layers->activate(b->act, b->has_gate ? gate[token] : up[token], b->has_gate ? up[token] : NULL, out, count);
-      if (first + count == size) pad_floats(&s->grown, token, size);
-      if (b->down.dtype < 0) quantize_blocks(s, &s->grown, token, first, ZQ_WIDE, size);
-    }
-  }
+  for (int64_t unit = from; unit < to; unit++) grow_rows(s, &b->mlp, &s->mlp_input, &s->grown, unit);
 }
 
 static void shrink(step *s, int64_t from, int64_t to, int thread) {
   const zq_block *b = s->block;
   (void)thread;
-  add_rows(s, &b->down, &s->grown, &b->mlp_out_norm, b->mlp_factor, from, to);
+  add_rows(s, &b->mlp.down, &s->grown, &b->mlp_out_norm, b->mlp_factor, from, to);
+}
+
+/* Mixtures of experts -------------------------------------------------------------------------------------- */
+
+/* Rows of the router; the last unit is the gate of the shared expert. */
+static void route(step *s, int64_t from, int64_t to, int thread) {
+  const zq_mixture *m = s->block->mixture;
+  float values[16][ZQ_WIDE];
+  (void)thread;
+  for (int64_t unit = from; unit < to; unit++) {
+    const int is_gate = unit * ZQ_PANEL >= m->num_experts;
+    const zq_projection *p = is_gate ? &m->shared_gate : &m->router;
+    const int64_t first = is_gate ? 0 : unit * ZQ_PANEL, left = p->matrix.rows - first;
+    const int64_t count = left < ZQ_PANEL ? left : ZQ_PANEL, at = is_gate ? m->num_experts : first;
+    product_rows(s, p, &s->mlp_input, first, count, values);
+    for (int64_t token = 0; token < s->given->tokens; token++)
+      memcpy(s->routed + token * s->routed_stride + at, values[token], (size_t)count * 4);
+  }
+}
+
+/* Softmax in place.  Sums go from the first to the last. */
+static void soften(const step *s, float *x, int64_t numel) {
+  float most = x[0], total = 0;
+  for (int64_t k = 1; k < numel; k++) most = x[k] > most ? x[k] : most;
+  for (int64_t k = 0; k < numel; k++) x[k] -= most;
+  s->layers->activate(ACT_EXP, x, NULL, x, numel);
+  for (int64_t k = 0; k < numel; k++) total += x[k];
+  for (int64_t k = 0; k < numel; k++) x[k] /= total;
+}
+
+#define TAKEN (-1.0f) /* no probability */
+
+/* Choose the experts of a token with the largest probabilities; of equal ones the first.  NaN: whatever is left. */
+static void choose_experts(const step *s, float *x, int64_t *experts, float *weights) {
+  const zq_mixture *m = s->block->mixture;
+  float total = 0;
+  soften(s, x, m->num_experts);
+  for (int64_t k = 0; k < m->top_k; k++) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < m->num_experts; e++)
+      if (x[e] != TAKEN && (best < 0 || x[e] > x[best])) best = e;
+    experts[k] = best, weights[k] = x[best], total += x[best];
+    x[best] = TAKEN;
+  }
+  for (int64_t k = 0; k < m->top_k; k++) weights[k] = m->factor * (m->is_renormalized ? weights[k] / total : weights[k]);
+}
+
+/* The choices of all tokens, in the order of the experts. */
+static void choose(step *s, int64_t from, int64_t to, int thread) {
+  const zq_mixture *m = s->block->mixture;
+  int64_t experts[ZQ_MOST_CHOICES], num = 0;
+  float weights[ZQ_MOST_CHOICES], *gate;
+  choices *c = s->choice;
+  (void)from, (void)to, (void)thread;
+  for (int64_t token = 0; token < s->given->tokens; token++) {
+    choose_experts(s, s->routed + token * s->routed_stride, experts + token * m->top_k, weights + token * m->top_k);
+    gate = s->routed + token * s->routed_stride + m->num_experts;
+    if (m->shared_gate.matrix.rows) { /* the sigmoid, 1 / (1 + exp(-x)) */
+      float x = -*gate;
+      s->layers->activate(ACT_EXP, &x, NULL, &x, 1);
+      *gate = 1.0f / (1.0f + x);
+    } else {
+      *gate = 1.0f;
+    }
+  }
+  c->num_groups = 0;
+  for (int64_t e = 0; e < m->num_experts; e++) {
+    expert_group *g = c->groups + c->num_groups;
+    *g = (expert_group){e, num, 0};
+    for (int64_t k = 0; k < s->given->tokens * m->top_k; k++) {
+      if (experts[k] != e) continue;
+      c->token[num] = k / m->top_k, c->weight[num] = weights[k], c->group_of[num] = c->num_groups;
+      g->count++, num++;
+    }
+    if (g->count) c->num_groups++;
+  }
+}
+
+static void gather(step *s, int64_t from, int64_t to, int thread) {
+  const zq_mixture *m = s->block->mixture;
+  const int is_quantized = reads_panels(m->experts);
+  (void)thread;
+  for (int64_t k = from; k < to; k++) {
+    const expert_group g = s->choice->groups[s->choice->group_of[k]];
+    const activations x = part_of(s->chosen, g.first, g.count);
+    memcpy(x.floats + (k - g.first) * x.stride, s->mlp_input.floats + s->choice->token[k] * s->mlp_input.stride,
+           (size_t)s->decoder->width * 4);
+    finish_row(s, &x, k - g.first, s->decoder->width, is_quantized);
+  }
+}
+
+/* Experts that tokens can choose, at most.  Their number is no total of units: a late thread may read a later one. */
+static int64_t most_groups(const step *s) {
+  const zq_mixture *m = s->block->mixture;
+  const int64_t most = s->given->tokens * m->top_k;
+  return most < m->num_experts ? most : m->num_experts;
+}
+
+static int64_t shared_units(const zq_mixture *m) {
+  return m->has_shared ? units_of(m->experts[m->num_experts].down.columns, ZQ_WIDE) : 0;
+}
+
+/* Units of the shared expert, and then of the others by turns: those without tokens are spread over all threads. */
+static void grow_experts(step *s, int64_t from, int64_t to, int thread) {
+  const zq_mixture *m = s->block->mixture;
+  const int64_t shared = shared_units(m), most = most_groups(s);
+  (void)thread;
+  for (int64_t unit = from; unit < to; unit++) {
+    const int64_t at = (unit - shared) % most;
+    if (unit < shared) {
+      grow_rows(s, m->experts + m->num_experts, &s->mlp_input, &s->grown, unit);
+    } else if (at < s->choice->num_groups) {
+      const expert_group g = s->choice->groups[at];
+      const activations x = part_of(s->chosen, g.first, g.count), out = part_of(s->chosen_grown, g.first, g.count);
+      grow_rows(s, m->experts + g.expert, &x, &out, (unit - shared) / most);
+    }
+  }
+}
+
+static int64_t grow_units(const step *s) {
+  const zq_mixture *m = s->block->mixture;
+  return shared_units(m) + units_of(m->experts->down.columns, ZQ_WIDE) * most_groups(s);
+}
+
+static void shrink_experts(step *s, int64_t from, int64_t to, int thread) {
+  const zq_block *b = s->block;
+  const zq_mixture *m = b->mixture;
+  const int64_t width = s->decoder->width;
+  float values[16][ZQ_WIDE], sums[16][ZQ_WIDE];
+  (void)thread;
+  for (int64_t unit = from; unit < to; unit++) {
+    const int64_t first = unit * ZQ_PANEL, count = width - first < ZQ_PANEL ? width - first : ZQ_PANEL;
+    memset(sums, 0, sizeof sums);
+    for (const expert_group *g = s->choice->groups; g < s->choice->groups + s->choice->num_groups; g++) {
+      const activations x = part_of(s->chosen_grown, g->first, g->count);
+      product_rows(s, &m->experts[g->expert].down, &x, first, count, values);
+      for (int64_t k = 0; k < g->count; k++)
+        s->layers->add(sums[s->choice->token[g->first + k]], values[k], s->choice->weight[g->first + k], count);
+    }
+    if (m->has_shared) {
+      product_rows(s, &m->experts[m->num_experts].down, &s->grown, first, count, values);
+      for (int64_t token = 0; token < s->given->tokens; token++)
+        s->layers->add(sums[token], values[token], s->routed[token * s->routed_stride + m->num_experts], count);
+    }
+    emit(s, &b->mlp_out_norm, b->mlp_factor, first, count, sums);
+  }
 }
 
 static void mlp_norms(step *s, int64_t from, int64_t to, int thread) {
@@ -449,25 +685,49 @@ static void share(step *s, phase *work, int64_t total, int thread) {
   for (int spins = 0; __atomic_load_n(&p->done, __ATOMIC_ACQUIRE) < total; spins += spins < SPINS) pause_thread(spins);
 }
 
+static void attention_stage(step *s, int thread) {
+  const zq_block *b = s->block;
+  const int64_t tokens = s->given->tokens;
+  s->attended = of_columns(s->attended, b->out.columns);
+  share(s, inputs, tokens, thread);
+  share(s, project, project_units(b), thread);
+  share(s, attend, attend_units(s), thread);
+  share(s, merge, tokens, thread);
+  share(s, output, units_of(s->decoder->width, ZQ_PANEL), thread);
+}
+
+static void mlp_stage(step *s, int thread) {
+  const zq_block *b = s->block;
+  const zq_mlp *common = common_mlp(b);
+  const int64_t tokens = s->given->tokens, units = units_of(s->decoder->width, ZQ_PANEL);
+  if (common) s->grown = of_columns(s->grown, common->down.columns);
+  if (is_kept(s, &b->out_norm) || b->mlp_input == INPUT_RESIDUAL) share(s, mlp_inputs, tokens, thread);
+  if (!b->mixture) {
+    share(s, grow, units_of(b->mlp.down.columns, ZQ_WIDE), thread);
+    share(s, shrink, units, thread);
+    return;
+  }
+  s->chosen_grown = of_columns(s->chosen_grown, b->mixture->experts->down.columns);
+  share(s, route, units_of(b->mixture->num_experts, ZQ_PANEL) + (b->mixture->shared_gate.matrix.rows > 0), thread);
+  share(s, choose, 1, thread);
+  share(s, gather, tokens * b->mixture->top_k, thread);
+  share(s, grow_experts, grow_units(s), thread);
+  share(s, shrink_experts, units, thread);
+}
+
+static void sum_stage(step *s, int thread) {
+  if (is_kept(s, &s->block->mlp_out_norm)) share(s, mlp_norms, s->given->tokens, thread);
+}
+
 /* Each thread has its own copy of `step`: one that comes late finds the phases done, and catches up. */
 static void run_step(void *context, int thread, int num_threads) {
   step s = *(const step *)context;
   const zq_decoder *d = s.decoder;
-  const int64_t tokens = s.given->tokens, width = d->width;
+  const int64_t tokens = s.given->tokens;
   s.phase = s.phases, s.num_threads = num_threads;
-  for (int64_t k = s.given->first_block; k < s.given->end_block; k++) {
-    const zq_block *b = s.block = d->blocks + k;
-    s.attended = of_columns(s.attended, b->out.columns);
-    s.grown = of_columns(s.grown, b->down.columns);
-    share(&s, inputs, tokens, thread);
-    share(&s, project, project_units(b), thread);
-    share(&s, attend, attend_units(&s), thread);
-    share(&s, merge, tokens, thread);
-    share(&s, output, units_of(width, ZQ_PANEL), thread);
-    if (b->out_norm.size || b->mlp_input == INPUT_RESIDUAL) share(&s, mlp_inputs, tokens, thread);
-    share(&s, grow, units_of(b->down.columns, ZQ_WIDE), thread);
-    share(&s, shrink, units_of(width, ZQ_PANEL), thread);
-    if (b->mlp_out_norm.size) share(&s, mlp_norms, tokens, thread);
+  for (int64_t stage = s.given->first_stage; stage < s.given->end_stage; stage++) {
+    s.block = d->blocks + stage / 3;
+    (stage % 3 == 0 ? attention_stage : stage % 3 == 1 ? mlp_stage : sum_stage)(&s, thread);
   }
   if (!s.given->logits) return;
   share(&s, last_norm, tokens, thread);
@@ -476,6 +736,7 @@ static void run_step(void *context, int thread, int num_threads) {
 
 void zq_run_step(const zq_decoder *decoder, const zq_step *given, int num_threads) {
   step s = {.decoder = decoder, .given = given, .products = zq_active_kernels(), .layers = layers[zq_get_level()]};
+  if (decoder->is_split) s.written = given->written;
   place(&s, decoder, given->tokens, num_threads, (void *)(((uintptr_t)given->scratch + 63) / 64 * 64));
   memset(s.phases, 0, (size_t)num_phases(decoder) * sizeof *s.phases);
   zq_run_region(run_step, &s, num_threads);

@@ -169,8 +169,10 @@ static int64_t add_tokens(const float *wide, const float *x, int64_t stride, int
 static void widen_chunk(int dtype, const char *row, int64_t first, int64_t columns, int64_t length, float *out) {
   if (dtype == 0)
     for (int64_t k = 0; k < length; k += 16) store16(out + k, quarter_of(0, row, first + k, columns));
-  else
+  else if (dtype == 1)
     for (int64_t k = 0; k < length; k += 16) store16(out + k, quarter_of(1, row, first + k, columns));
+  else
+    for (int64_t k = 0; k < length; k += 16) store16(out + k, quarter_of(2, row, first + k, columns));
 }
 
 static void multiply_tile(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
@@ -193,7 +195,7 @@ static void multiply_tile(int dtype, const char *weights, int64_t columns, int64
 
 static void plain(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
                   int64_t tokens, float (*out)[ZQ_WIDE]) {
-  if (tokens == 1) {
+  if (tokens == 1 && dtype < 2) {
     if (dtype == 0)
       one_token(0, weights, columns, rows, x, out[0]);
     else
@@ -205,6 +207,50 @@ static void plain(int dtype, const char *weights, int64_t columns, int64_t rows,
     const int64_t count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
     multiply_tile(dtype, weights + first * columns * (dtype == 0 ? 4 : 2), columns, count, x, stride, tokens, values);
     for (int64_t t = 0; t < tokens; t++) memcpy(out[t] + first, values[t], (size_t)count * sizeof **out);
+  }
+}
+
+/* Products with columns of floats: weights that lie as (columns, rows).
+ *
+ * The sum of row r is in lane r: element k goes to sum k mod 4, and the sums are added by halves.  A few tokens at a
+ * time, so that their sums stay in registers; a column is widened once for them. */
+enum { COLUMN_TOKENS = 4 };
+
+ZQ_FN void add_columns(const int dtype, const int tokens, const char *weights, int64_t columns, int64_t stride_rows,
+                       int64_t rows, const float *x, int64_t stride, float (*out)[ZQ_WIDE]) {
+  const int64_t width = dtype == 0 ? 4 : 2;
+  for (int64_t first = 0; first < rows; first += 16) {
+    const int64_t left = rows - first;
+    float sums[COLUMN_TOKENS][4][16] __attribute__((aligned(64))) = {{{0}}};
+    for (int64_t k = 0; k < columns; k++) {
+      const v16 w = load_wide(dtype, weights + (k * stride_rows + first) * width, left);
+#pragma GCC unroll 4
+      for (int t = 0; t < tokens; t++) store16(sums[t][k & 3], load16(sums[t][k & 3]) + w * x[t * stride + k]);
+    }
+    for (int t = 0; t < tokens; t++)
+      store_part(out[t] + first, (load16(sums[t][0]) + load16(sums[t][2])) + (load16(sums[t][1]) + load16(sums[t][3])),
+                 left);
+  }
+}
+
+#define ADD_COLUMNS(dtype)                                                                                           \
+  static void add_columns_##dtype(int tokens, const char *weights, int64_t columns, int64_t stride_rows, int64_t rows, \
+                                  const float *x, int64_t stride, float (*out)[ZQ_WIDE]) {                           \
+    if (tokens == 1)                                                                                                 \
+      add_columns(dtype, 1, weights, columns, stride_rows, rows, x, stride, out);                                    \
+    else                                                                                                             \
+      add_columns(dtype, tokens, weights, columns, stride_rows, rows, x, stride, out);                               \
+  }
+ADD_COLUMNS(0)
+ADD_COLUMNS(1)
+ADD_COLUMNS(2)
+
+static void transposed(int dtype, const char *weights, int64_t columns, int64_t stride_rows, int64_t rows,
+                       const float *x, int64_t stride, int64_t tokens, float (*out)[ZQ_WIDE]) {
+  for (int64_t t = 0; t < tokens; t += COLUMN_TOKENS) {
+    const int count = tokens - t < COLUMN_TOKENS ? (int)(tokens - t) : COLUMN_TOKENS;
+    (dtype == 0 ? add_columns_0 : dtype == 1 ? add_columns_1 : add_columns_2)(count, weights, columns, stride_rows, rows,
+                                                                              x + t * stride, stride, out + t);
   }
 }
 
@@ -601,5 +647,5 @@ static void merge(const float *partials, int64_t num_runs, int64_t size, float *
   }
 }
 
-const zq_layer_kernels JOIN(zq_layers, ZQ_SUFFIX) = {plain, norm, add, bias, activate, cap, attend, merge};
+const zq_layer_kernels JOIN(zq_layers, ZQ_SUFFIX) = {plain, transposed, norm, add, bias, activate, cap, attend, merge};
 #endif

@@ -4,6 +4,7 @@
 #include "zq_api.h"
 
 #define ZQ_WIDE 32 /* rows of a product, at most */
+#define ZQ_MOST_CHOICES 256 /* of experts, by all tokens of a step: 16 for each of 16 */
 #define ZQ_RUN 128 /* positions of a run of attention; runs begin at its multiples, whatever the length */
 
 /* Attention of the query heads of one kv head of one token to the positions [first, end) of its sequence. */
@@ -23,9 +24,12 @@ typedef struct {
 
 /* The functions of one instruction set. */
 typedef struct {
-  /* Up to ZQ_WIDE rows of float32 or bfloat16 for all tokens, up to 16; the bits of zq_dense_products. */
+  /* Up to ZQ_WIDE rows of float32, bfloat16 or float16 for all tokens, up to 16; the bits of zq_dense_products. */
   void (*plain)(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
                 int64_t tokens, float (*out)[ZQ_WIDE]);
+  /* The same of weights that lie as (columns, rows): `stride_rows` elements between columns. */
+  void (*transposed)(int dtype, const char *weights, int64_t columns, int64_t stride_rows, int64_t rows, const float *x,
+                     int64_t stride, int64_t tokens, float (*out)[ZQ_WIDE]);
   void (*norm)(const zq_norm *, const float *x, float *out);
   void (*add)(float *x, const float *values, float factor, int64_t numel); /* x += factor * values */
   void (*bias)(float *x, int dtype, const void *bias, int64_t numel);      /* x += bias */

@@ -10,11 +10,11 @@ from torch import Tensor
 from zprecision.backends.native import Library
 from zprecision.decoding.values import (
     CACHED,
-    NARROW,
     PLAIN,
     FusedAttention,
     FusedBlock,
     FusedHead,
+    FusedMixture,
     FusedMLP,
     FusedNorm,
     FusedProjection,
@@ -31,7 +31,9 @@ class Writer:
     """Writes values into structs, and keeps the tensors whose addresses they hold."""
 
     found: Library
-    tensors: list[Tensor] = attrs.field(factory=list)
+    tensors: list[Tensor] = attrs.field(factory=list)  # of views, what they are views of; each once
+    known: set[int] = attrs.field(factory=set)  # their identities
+    structs: list[Any] = attrs.field(factory=list)  # memory that structs point to
 
     def block(self, entry: Any, block: FusedBlock, width: int) -> None:
         """Fill a zq_block."""
@@ -39,7 +41,10 @@ class Writer:
         for name, norm in zip(("norm", "out_norm", "mlp_norm", "mlp_out_norm"), norms, strict=True):
             self.norm(getattr(entry, name), norm)
         self._attention(entry, block.attention)
-        self._mlp(entry, block.mlp)
+        if isinstance(block.mlp, FusedMixture):
+            entry.mixture = self._mixture(block.mlp)
+        else:
+            self._mlp(entry.mlp, block.mlp)
         entry.attention_factor, entry.mlp_factor = block.attention_factor, block.mlp_factor
         entry.mlp_input = int(block.mlp_input)
         cache = block.cache
@@ -62,7 +67,7 @@ class Writer:
         entry.size, entry.eps, entry.offset, entry.is_centered = norm.size, norm.eps, norm.offset, norm.is_centered
         for name, vector in (("weight", norm.weight), ("bias", norm.bias)):
             setattr(entry, name, self._at("void *", vector))
-            setattr(entry, f"{name}_dtype", 0 if vector is None else NARROW[vector.dtype])
+            setattr(entry, f"{name}_dtype", 0 if vector is None else PLAIN[vector.dtype])
 
     def projection(self, entry: Any, projection: FusedProjection) -> None:
         """Fill a zq_projection."""
@@ -75,8 +80,9 @@ class Writer:
         else:
             describe(entry.matrix, weight.shape[0], None, 0)
             entry.matrix.data, entry.dtype = self._at("uint8_t *", weight), PLAIN[weight.dtype]
+            entry.is_transposed = projection.is_transposed
         entry.bias = self._at("void *", bias)
-        entry.bias_dtype = 0 if bias is None else NARROW[bias.dtype]
+        entry.bias_dtype = 0 if bias is None else PLAIN[bias.dtype]
 
     def _attention(self, entry: Any, attention: FusedAttention) -> None:
         size, kv_heads = attention.head_size, attention.num_kv_heads
@@ -110,8 +116,26 @@ class Writer:
         self.projection(entry.down, mlp.down)
         entry.act = int(mlp.act)
 
+    def _mixture(self, mixture: FusedMixture) -> Any:
+        entry = self.found.ffi.new("zq_mixture *")
+        all_mlps = [*mixture.experts, *(() if mixture.shared is None else (mixture.shared,))]
+        experts = self.found.ffi.new("zq_mlp[]", len(all_mlps))
+        self.structs.extend((entry, experts))
+        for at, mlp in zip(experts, all_mlps):
+            self._mlp(at, mlp)
+        self.projection(entry.router, mixture.router)
+        if mixture.shared_gate is not None:
+            self.projection(entry.shared_gate, mixture.shared_gate)
+        entry.experts, entry.num_experts, entry.top_k = experts, len(mixture.experts), mixture.top_k
+        entry.factor, entry.is_renormalized = mixture.factor, mixture.is_renormalized
+        entry.has_shared = mixture.shared is not None
+        return entry
+
     def _at(self, kind: str, tensor: Tensor | None) -> Any:
         if tensor is None:
             return self.found.ffi.NULL
-        self.tensors.append(tensor)
+        whole = tensor if tensor._base is None else tensor._base  # a parameter may get other memory, its views do not
+        if id(whole) not in self.known:
+            self.known.add(id(whole))
+            self.tensors.append(whole)
         return self.found.ffi.cast(kind, tensor.data_ptr())

@@ -12,7 +12,7 @@ buffer (twice the memory, and changes of the weights would not show).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -36,8 +36,19 @@ class FusedDecoder:
     Results depend on a sequence's own tokens only: not on the others of a step, slots, threads or instruction set.
     """
 
-    def __init__(self, blocks: Sequence[FusedBlock], head: FusedHead | None, *, width: int, capacity: int) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[FusedBlock],
+        head: FusedHead | None,
+        *,
+        width: int,
+        capacity: int,
+        add_up: Callable[[Tensor], object] | None = None,
+    ) -> None:
         """width: of the residual stream.  capacity: positions of a slot of the caches.
+
+        add_up: for weights that are split over ranks, so that attention and MLP give terms of sums: replaces
+            (n, width) float32 by the sum over ranks, in place.  Called twice a block.
 
         Raises ValueError for a value that the kernels cannot run, and for tensors that do not fit each other.
         """
@@ -60,11 +71,12 @@ class FusedDecoder:
             writer.head(self._decoder, head)
             self._vocabulary = head.projection.weight.shape[0]
         self._decoder.blocks, self._decoder.num_blocks = self._blocks, len(blocks)
-        self._decoder.width, self._decoder.capacity = width, capacity
+        self._decoder.width, self._decoder.capacity, self._decoder.is_split = width, capacity, add_up is not None
+        self._add_up = add_up
         self._found, self._width, self._num_blocks = found, width, len(blocks)
         self._num_slots, self._capacity = min((block.cache.keys.shape[0] for block in blocks), default=0), capacity
         # aliases keep the memory alive if a parameter gets another; `is_current` then says so
-        self._tensors = writer.tensors
+        self._tensors, self._structs = writer.tensors, writer.structs
         self._aliases = [each.detach() for each in writer.tensors]
         self._addresses = [each.data_ptr() for each in writer.tensors]
         self._most_threads = 1 + sum(each.nbytes for each in writer.tensors) // max(1, len(blocks)) // _THREAD_BYTES
@@ -103,13 +115,33 @@ class FusedDecoder:
         step = ffi.new("zq_step *")
         held = ffi.new("int64_t[]", list(slots)), ffi.new("int64_t[]", list(positions))
         step.slots, step.positions = held
-        step.first_block, step.end_block, step.tokens = blocks.start, blocks.stop, count
-        step.x = ffi.cast("float *", x.data_ptr())
+        step.tokens, step.x = count, ffi.cast("float *", x.data_ptr())
         step.scratch = ffi.cast("void *", self._memory(count, threads).data_ptr())
-        if logits is not None:
-            step.logits = ffi.cast("float *", logits.data_ptr())
-        lib.zq_run_step(self._decoder, step, threads)
+        written = x if self._add_up is None else torch.empty_like(x)
+        step.written = ffi.cast("float *", written.data_ptr())
+        for part in self._parts(blocks):
+            step.first_stage, step.end_stage = part.start, part.stop
+            is_last = part.stop == 3 * blocks.stop
+            if logits is not None and is_last:
+                step.logits = ffi.cast("float *", logits.data_ptr())
+            lib.zq_run_step(self._decoder, step, threads)
+            if self._add_up is not None and not is_last:
+                self._add_up(written)
         return logits
+
+    def _parts(self, blocks: range) -> Iterator[range]:
+        """Yield the stages of each call of C; between two calls, terms are added over ranks.
+
+        Stages of a block: attention, MLP, the addition of what the MLP gave.
+        """
+        first, end = 3 * blocks.start, 3 * blocks.stop
+        if self._add_up is None or not blocks:
+            yield range(first, end)
+            return
+        yield range(first, first + 1)
+        for block in blocks:
+            yield range(3 * block + 1, 3 * block + 2)
+            yield range(3 * block + 2, min(3 * block + 4, end))
 
     def _check_places(
         self, slots: Sequence[int], positions: Sequence[int], blocks: range, *, with_head: bool

@@ -12,6 +12,7 @@ from zprecision.decoding.values import (
     FusedBlock,
     FusedCache,
     FusedHead,
+    FusedMixture,
     FusedMLP,
     FusedNorm,
     FusedProjection,
@@ -40,7 +41,7 @@ def _raise(problem: str) -> None:
 
 def _block(block: FusedBlock, width: int, capacity: int) -> Iterator[str]:
     yield from _attention(block.attention, width, capacity)
-    yield from _mlp(block.mlp, width)
+    yield from _mixture(block.mlp, width) if isinstance(block.mlp, FusedMixture) else _mlp("", block.mlp, width)
     for name in ("norm", "out_norm", "mlp_norm", "mlp_out_norm"):
         yield from _norm(name, getattr(block, name), (width,))
     yield from _cache(block.cache, block.attention, capacity)
@@ -69,12 +70,35 @@ def _attention(attention: FusedAttention, width: int, capacity: int) -> Iterator
             yield from _memory(name, table)
 
 
-def _mlp(mlp: FusedMLP, width: int) -> Iterator[str]:
+def _mlp(owner: str, mlp: FusedMLP, width: int) -> Iterator[str]:
     grown = mlp.down.weight.shape[-1]
-    yield from _projection("down projection", mlp.down, width, grown)
-    yield from _projection("up projection", mlp.up, 2 * grown if mlp.is_fused else grown, width)
+    yield from _projection(f"{owner}down projection", mlp.down, width, grown)
+    yield from _projection(f"{owner}up projection", mlp.up, 2 * grown if mlp.is_fused else grown, width)
     if mlp.gate is not None:
-        yield from _projection("gate", mlp.gate, grown, width)
+        yield from _projection(f"{owner}gate", mlp.gate, grown, width)
+
+
+def _mixture(mixture: FusedMixture, width: int) -> Iterator[str]:
+    experts = mixture.experts
+    if not 1 <= mixture.top_k <= len(experts):
+        yield f"{mixture.top_k} of {len(experts)} experts are chosen for a token"
+    yield from _projection("router", mixture.router, len(experts), width)
+    for index, expert in enumerate(experts):
+        if _form(expert) != _form(experts[0]):
+            yield f"expert {index} has another form, or reads other kinds of weights, than expert 0"
+        yield from _mlp(f"expert {index}: ", expert, width)
+    if mixture.shared is not None:
+        yield from _mlp("shared expert: ", mixture.shared, width)
+    if mixture.shared_gate is not None:
+        yield from _projection("gate of the shared expert", mixture.shared_gate, 1, width)
+        if mixture.shared is None:
+            yield "there is a gate of a shared expert, and no shared expert"
+
+
+def _form(mlp: FusedMLP) -> tuple[object, ...]:
+    """Return what experts of a mixture have in common."""
+    reads_codes = any(not isinstance(each.weight, Tensor) for each in (mlp.up, mlp.gate) if each is not None)
+    return mlp.down.weight.shape[-1], mlp.is_fused, mlp.gate is None, reads_codes
 
 
 def _projection(name: str, projection: FusedProjection, rows: int, columns: int) -> Iterator[str]:

@@ -18,12 +18,12 @@ from zprecision.quant.panels import packed_once
 
 __all__ = [
     *("Activation", "FusedAttention", "FusedBlock", "FusedCache", "FusedHead", "FusedMLP", "FusedMLPInput"),
-    *("FusedNorm", "FusedProjection", "FusedRotary", "held_weight", "unsupported"),
+    *("FusedMixture", "FusedNorm", "FusedProjection", "FusedRotary", "held_weight", "unsupported"),
 ]
 
-PLAIN = {float32: 0, bfloat16: 1}  # of rows of weights; numbers of zq_api.h
-NARROW = {**PLAIN, float16: 2}  # of vectors
-CACHED = {**NARROW, int8: 3}
+PLAIN = {float32: 0, bfloat16: 1, float16: 2}  # of weights and vectors; numbers of zq_api.h
+CACHED = {**PLAIN, int8: 3}
+MOST_CHOSEN = 16  # experts of a token
 
 
 class Activation(enum.IntEnum):
@@ -52,8 +52,14 @@ class FusedMLPInput(enum.IntEnum):
 class FusedProjection:
     """x @ weight.T + bias."""
 
-    weight: Weight  # (out, in): quantized to integers, or contiguous rows of float32 or bfloat16
+    weight: Weight  # (out, in): quantized to integers, or plain: contiguous, or the transpose of such a matrix
     bias: Tensor | None = None  # (out,)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a plain weight lies as (in, out), as in Transformers' Conv1D."""
+        weight = self.weight
+        return isinstance(weight, Tensor) and not weight.is_contiguous() and weight.t().is_contiguous()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -107,6 +113,22 @@ class FusedMLP:
 
 
 @attrs.frozen(kw_only=True, eq=False)
+class FusedMixture:
+    """Mixture of experts: MLPs of which a router chooses `top_k` for each token.
+
+    The softmax of the router's outputs weighs the experts; the largest `top_k` are chosen, of equal ones the first.
+    """
+
+    router: FusedProjection  # (experts, width)
+    experts: tuple[FusedMLP, ...]  # of one size
+    top_k: int  # up to MOST_CHOSEN
+    is_renormalized: bool = False  # the chosen weights are divided by their sum
+    factor: float = 1.0  # of the chosen weights
+    shared: FusedMLP | None = None  # for all tokens, of any size
+    shared_gate: FusedProjection | None = None  # (1, width): its sigmoid is the weight of the shared one; None: 1
+
+
+@attrs.frozen(kw_only=True, eq=False)
 class FusedCache:
     """Keys and values of one block, (slots, kv heads, capacity, head size); int8 with scales."""
 
@@ -125,7 +147,7 @@ class FusedBlock:
     out_norm: FusedNorm | None = None  # of what the attention adds
     mlp_input: FusedMLPInput = FusedMLPInput.RESIDUAL
     mlp_norm: FusedNorm | None
-    mlp: FusedMLP
+    mlp: FusedMLP | FusedMixture
     mlp_out_norm: FusedNorm | None = None
     attention_factor: float = 1.0
     mlp_factor: float = 1.0
@@ -164,13 +186,11 @@ def _reasons_head(head: FusedHead) -> Iterator[str]:
 
 
 def _reasons_block(block: FusedBlock) -> Iterator[str]:
-    attention, mlp = block.attention, block.mlp
+    attention = block.attention
     for each in attention.projections:
         yield from _reasons_projection("projection of queries, keys and values", each)
     yield from _reasons_projection("output projection", attention.out)
-    for name, projection in (("gate", mlp.gate), ("up projection", mlp.up), ("down projection", mlp.down)):
-        if projection is not None:
-            yield from _reasons_projection(name, projection)
+    yield from _reasons_mixture(block.mlp) if isinstance(block.mlp, FusedMixture) else _reasons_mlp("", block.mlp)
     norms = (block.norm, block.out_norm, block.mlp_norm, block.mlp_out_norm)
     for norm in (*norms, attention.query_norm, attention.key_norm):
         yield from _reasons_norm("norm", norm)
@@ -178,6 +198,24 @@ def _reasons_block(block: FusedBlock) -> Iterator[str]:
         if norm is not None and norm.size != attention.head_size and attention.is_grouped:
             yield "norm of all heads of a projection that is ordered by key heads"
     yield from _reasons_cache(block.cache)
+
+
+def _reasons_mlp(owner: str, mlp: FusedMLP) -> Iterator[str]:
+    for name, projection in (("gate", mlp.gate), ("up projection", mlp.up), ("down projection", mlp.down)):
+        if projection is not None:
+            yield from _reasons_projection(f"{owner}{name}", projection)
+
+
+def _reasons_mixture(mixture: FusedMixture) -> Iterator[str]:
+    if mixture.top_k > MOST_CHOSEN:
+        yield f"{mixture.top_k} experts are chosen for a token; kernels take up to {MOST_CHOSEN}"
+    yield from _reasons_projection("router", mixture.router)
+    for index, expert in enumerate(mixture.experts):
+        yield from _reasons_mlp(f"expert {index}: ", expert)
+    if mixture.shared is not None:
+        yield from _reasons_mlp("shared expert: ", mixture.shared)
+    if mixture.shared_gate is not None:
+        yield from _reasons_projection("gate of the shared expert", mixture.shared_gate)
 
 
 def _reasons_projection(name: str, projection: FusedProjection) -> Iterator[str]:
@@ -190,9 +228,9 @@ def _reasons_projection(name: str, projection: FusedProjection) -> Iterator[str]
     elif not is_addressable(weight):
         yield f"{name}: its weight is not a plain tensor in the memory of a CPU"
     elif weight.dtype not in PLAIN:
-        yield f"{name}: its weight is {weight.dtype}; plain weights must be float32 or bfloat16"
-    elif not weight.is_contiguous():
-        yield f"{name}: its rows are not contiguous"
+        yield f"{name}: its weight is {weight.dtype}; plain weights must be float32, bfloat16 or float16"
+    elif not weight.is_contiguous() and not projection.is_transposed:
+        yield f"{name}: neither its rows nor its columns are contiguous"
     yield from _reasons_vector(name, projection.bias)
 
 
@@ -207,7 +245,7 @@ def _reasons_vector(name: str, vector: Tensor | None) -> Iterator[str]:
         return
     if not is_addressable(vector) or not vector.is_contiguous():
         yield f"{name}: its vector is not a contiguous tensor in the memory of a CPU"
-    elif vector.dtype not in NARROW:
+    elif vector.dtype not in PLAIN:
         yield f"{name}: its vector is {vector.dtype}; it must be float32, bfloat16 or float16"
 
 

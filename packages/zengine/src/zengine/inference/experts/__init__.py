@@ -1,0 +1,1 @@
+"""Mixtures of experts in decoders: recognized by what they compute, and cut into single layers to be quantized."""

@@ -1,0 +1,131 @@
+"""Recognition of a mixture of experts in an observed call.
+
+The module is matched as all others are: by what it computes.  Experts are stacked parameters, or a list of modules of
+which each is an MLP; the router is a linear call on the same input that has an output for each expert.  What remains
+(number of chosen experts, renormalized weights, a shared expert, its gate) is tried until the output is that of the
+module.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from zengine.inference.experts.separate import activation_of, stack_of
+from zengine.inference.matching import Constants, closest, equal, match_mlp, projection
+from zengine.inference.observe import Call, observe
+from zengine.inference.structure import MLP, Mixture, Projection
+
+__all__ = ["match_mixture"]
+
+_MOST_CHOSEN = 16  # experts of a token that are tried, if no attribute says how many
+
+
+def match_mixture(unit: Call, inside: Sequence[Call], config: object) -> Mixture | None:
+    """Return the mixture that the call `unit` computes; None if it is none.
+
+    inside: the calls within it.  config: of the model.
+    """
+    x = unit.input
+    owners = [unit.module, *(call.module for call in inside)]
+    constants = Constants.of(owners, config)
+    reading = [
+        (call, made)
+        for call in inside
+        if call.inputs and equal(call.input, x) and (made := projection(call)) is not None
+    ]
+    found = tuple(_experts(unit, inside))
+    forms = (
+        (form, functools.partial(_computed, form, x))
+        for is_likely in (True, False)
+        for path, experts in found
+        for form in _forms(unit, path, experts, inside, reading, constants, is_likely=is_likely)
+    )
+    return closest(unit.output, forms)
+
+
+def _computed(form: Mixture, x: Tensor) -> Tensor:
+    return form(x)
+
+
+def _forms(
+    unit: Call,
+    path: str,
+    experts: tuple[MLP, ...],
+    inside: Sequence[Call],
+    reading: Sequence[tuple[Call, Projection]],
+    constants: Constants,
+    *,
+    is_likely: bool,
+) -> Iterator[Mixture]:
+    """Yield mixtures of these experts: with a number of chosen ones that an attribute says, or with all others."""
+    outside = [(call, made) for call, made in reading if not call.is_inside(path)]
+    routers = [made for _, made in outside if made.weight.shape[0] == len(experts)]
+    gates = [made for _, made in outside if made.weight.shape[0] == 1 and len(experts) != 1]
+    shared = _shared_experts(unit, path, inside)
+    commons = [*((mlp, gate) for mlp in shared for gate in (*gates, None)), (None, None)]
+    said = [int(each) for each in constants.named("top_k", "topk", "experts_per_tok", "num_selected")]
+    tried = said if is_likely else [each for each in range(1, _MOST_CHOSEN + 1) if each not in said]
+    counts = [each for each in dict.fromkeys(tried) if 1 <= each <= len(experts)]
+    factors = dict.fromkeys([1.0, *(each for each in constants.named("routed_scaling", "router_scale") if each > 0)])
+    for router, (common, gate), top_k, is_renormalized, factor in itertools.product(
+        routers, commons, counts, (True, False), factors
+    ):
+        yield Mixture(
+            router=router,
+            experts=experts,
+            top_k=top_k,
+            is_renormalized=is_renormalized,
+            factor=factor,
+            shared=common,
+            shared_gate=gate,
+        )
+
+
+def _shared_experts(unit: Call, path: str, inside: Sequence[Call]) -> list[MLP]:
+    """Return the MLPs beside the experts that read what the mixture reads."""
+    found = []
+    for call in inside:
+        if call.is_inside(path) or not equal(call.input, unit.input) or projection(call) is not None:
+            continue
+        within = [each for each in inside if each.is_inside(call.name) and each.name != call.name]
+        if (made := match_mlp(within, unit.input)) is not None:
+            found.append(made)
+    return found
+
+
+def _experts(unit: Call, inside: Sequence[Call]) -> Iterator[tuple[str, tuple[MLP, ...]]]:
+    """Yield (name, experts) of the stacks and lists within a call."""
+    for name, module in unit.module.named_modules():
+        path = f"{unit.name}.{name}"
+        stack = stack_of(module)
+        if stack is not None:
+            number, act = len(getattr(module, stack.down)), activation_of(module, stack)
+            if act is not None:
+                yield path, tuple(stack.mlp(module, path, expert, act) for expert in range(number))
+        elif isinstance(module, nn.ModuleList) and len(module) > 1 and stack_of(_parent(unit.module, name)) is None:
+            made = tuple(_listed(expert, f"{path}.{index}", unit.input) for index, expert in enumerate(module))
+            known = tuple(each for each in made if each is not None)
+            if len(known) == len(made):
+                yield path, known
+
+
+def _parent(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def _listed(expert: nn.Module, path: str, x: Tensor) -> MLP | None:
+    """Return the MLP that a module is; an expert that no token chose is called here."""
+    flat = x.reshape(-1, x.shape[-1])
+    run: Callable[[], Tensor] = functools.partial(expert, flat)
+    try:
+        calls, _ = observe(expert, run)
+    except (TypeError, ValueError, RuntimeError, StopIteration):  # it takes other arguments
+        return None
+    with torch.no_grad():
+        return match_mlp([attrs.evolve(call, name=f"{path}.{call.name}") for call in calls], flat)

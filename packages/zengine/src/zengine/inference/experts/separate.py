@@ -1,0 +1,173 @@
+"""Stacked experts, and stacks cut into single layers.
+
+Transformers keeps the experts of a block in one module whose parameters have the experts in front: `gate_up_proj`,
+(experts, 2 * grown, width), and `down_proj`, (experts, width, grown); called as `experts(hidden_states, top_k_index,
+top_k_weights)`.  Such a module is recognized by its signature, its shapes and, where it has weights, its results.
+
+`separate` replaces it by a module whose matrices are linear layers of their own, `gate_up_proj.3` and so on, so that
+whatever quantizes, packs, measures or loads linear layers serves experts, too.
+
+Rejected: a quantized stack (a second form of every function that meets a quantized layer).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from zengine.inference.matching import ACTIVATIONS, closest
+from zengine.inference.structure import MLP, Projection, Unary
+from zpartition.layout.hf_experts import choice_of, is_hf_experts
+
+__all__ = ["SeparateExperts", "Stack", "activation_of", "separate", "stack_of", "stacks_in"]
+
+_PROBE_TOKENS = 3
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Stack:
+    """Names and order of the matrices of stacked experts."""
+
+    up: str  # name of a parameter, (experts, rows, width); if `is_fused`, the gate's rows before its own
+    down: str  # (experts, width, grown)
+    gate: str = ""
+    is_fused: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all parameters."""
+        return tuple(each for each in (self.gate, self.up, self.down) if each)
+
+    def mlp(self, module: nn.Module, path: str, expert: int, act: Unary) -> MLP:
+        """Return one expert, over the weights of `module`, which is called `path`."""
+
+        def matrix(name: str) -> Projection:
+            held: Any = getattr(module, name)
+            if isinstance(held, nn.ModuleList):
+                layer: Any = held[expert]
+                return Projection(f"{path}.{name}.{expert}", layer.weight)
+            return Projection(f"{path}.{name}.{expert}", held[expert])
+
+        gate = matrix(self.gate) if self.gate else None
+        return MLP(up=matrix(self.up), down=matrix(self.down), act=act, gate=gate, is_fused=self.is_fused)
+
+
+def stack_of(module: nn.Module) -> Stack | None:
+    """Return the order of stacked experts by names and shapes; None if `module` has none, or other parameters."""
+    if isinstance(module, SeparateExperts):
+        return module.stack
+    shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
+    if not is_hf_experts(module) or any(len(shape) != 3 for shape in shapes.values()):
+        return None
+    if set(shapes) == {"gate_up_proj", "down_proj"}:
+        stack = Stack(up="gate_up_proj", down="down_proj", is_fused=True)
+    elif set(shapes) == {"gate_proj", "up_proj", "down_proj"}:
+        stack = Stack(up="up_proj", gate="gate_proj", down="down_proj")
+    elif set(shapes) == {"up_proj", "down_proj"}:
+        stack = Stack(up="up_proj", down="down_proj")
+    else:
+        return None
+    number, width, grown = shapes[stack.down]
+    rows = 2 * grown if stack.is_fused else grown
+    fits = shapes[stack.up] == (number, rows, width) and shapes.get(stack.gate, (number, grown, width))[1] == grown
+    return stack if fits else None
+
+
+def stacks_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, Stack]]:
+    """Yield (name, module, its order) of all stacked experts that are not separate yet."""
+    for name, each in module.named_modules():
+        if not isinstance(each, SeparateExperts) and (stack := stack_of(each)) is not None:
+            yield name, each, stack
+
+
+@torch.no_grad()
+def separate(module: nn.Module, name: str) -> bool:
+    """Replace the stacked experts `name` of `module` by separate layers; False if they compute something else.
+
+    The layers hold slices of the stacks.  Experts without memory are trusted to compute what their names say.
+    """
+    experts = module.get_submodule(name)
+    stack = stack_of(experts)
+    if stack is None or isinstance(experts, SeparateExperts):
+        return False
+    act = getattr(experts, "act_fn", None)
+    if not callable(act):
+        return False
+    is_meta = any(param.is_meta for param in experts.parameters())
+    if not is_meta and activation_of(experts, stack) is None:
+        return False
+    parent, _, last = name.rpartition(".")
+    setattr(module.get_submodule(parent), last, SeparateExperts(experts, stack, act).train(experts.training))
+    return True
+
+
+@torch.no_grad()
+def activation_of(experts: nn.Module, stack: Stack) -> Unary | None:
+    """Return the activation with which one chosen expert gives what `experts` gives; None if none does."""
+    last = len(getattr(experts, stack.down)) - 1
+    weight = stack.mlp(experts, "", last, ACTIVATIONS[0]).up.weight
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(_PROBE_TOKENS, weight.shape[-1], generator=random).to(weight.device, weight.dtype)
+    index = torch.full((_PROBE_TOKENS, 1), last, device=weight.device)
+    try:
+        wanted = experts(x, index, x.new_ones(_PROBE_TOKENS, 1))
+    except Exception:  # it needs other arguments
+        return None
+
+    def compute(act: Unary) -> Tensor:
+        return stack.mlp(experts, "", last, act)(x)
+
+    return closest(wanted, ((act, functools.partial(compute, act)) for act in ACTIVATIONS))
+
+
+@final
+class SeparateExperts(nn.Module):
+    """Experts of a block, each matrix a linear layer; called as the stack was."""
+
+    def __init__(self, experts: nn.Module, stack: Stack, act: Unary) -> None:
+        """experts: the stack, whose slices the layers hold."""
+        super().__init__()
+        given: Any = experts
+        self.stack, self.act_fn, self.num_experts = stack, act, int(given.num_experts)
+        self.choice = choice_of(type(experts))
+        for name in stack.names:
+            setattr(self, name, nn.ModuleList(_layer(weight) for weight in getattr(experts, name)))
+
+    def forward(self, hidden_states: Tensor, *choice: Tensor, **named: Tensor) -> Tensor:
+        """(tokens, width), (tokens, k) chosen experts, (tokens, k) weights -> (tokens, width)."""
+        index, weights = (*choice, *(named[name] for name in self.choice if name in named))
+        out = torch.zeros_like(hidden_states)
+        for expert in sorted(set(index.flatten().tolist())):
+            if not 0 <= expert < self.num_experts:
+                continue
+            row, column = (index == expert).nonzero(as_tuple=True)
+            y = self._expert(expert, hidden_states[row]) * weights[row, column, None]
+            out.index_add_(0, row, y.to(out.dtype))
+        return out
+
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        def product(name: str, x: Tensor) -> Tensor:
+            layers: Any = getattr(self, name)
+            y: Tensor = layers[expert](x)
+            return y
+
+        stack, up = self.stack, product(self.stack.up, x)
+        if stack.is_fused:
+            gate, up = up.chunk(2, dim=-1)
+            return product(stack.down, self.act_fn(gate) * up)
+        if stack.gate:
+            return product(stack.down, self.act_fn(product(stack.gate, x)) * up)
+        return product(stack.down, self.act_fn(up))
+
+
+def _layer(weight: Tensor) -> nn.Linear:
+    """Return a linear layer over memory that exists."""
+    rows, columns = weight.shape
+    layer = nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
