@@ -197,13 +197,7 @@ class _Recognition:
         if not mlp_calls:
             raise NotRecognized(f"{block.name}: no linear layer after {out.name}")
         mlp_in = unit.input if unit is not None else mlp_calls[0].input
-        mlp: MLP | Mixture | nn.Module | None = matching.match_mlp(mlp_calls, mlp_in)
-        if mlp is None and unit is not None:
-            mlp = match_mixture(unit, [call for call in mlp_calls if call is not unit], self.config) or unit.module
-        if mlp is None:
-            raise NotRecognized(
-                f"{block.name}: {', '.join(call.name for call in mlp_calls)} are no MLP of a known form"
-            )
+        mlp = self._mlp(block, unit, mlp_calls, mlp_in)
         mlp_written, mlp_out_norm = _post_norm(norms, unit.output if unit is not None else mlp_calls[-1].output)
         attention_factor, mlp_factor = self._factors(block, x, written, mlp_written)
         kind, mlp_norm = _mlp_input(norms, mlp_in, x + attention_factor * written.view_as(x), x, source, block.name)
@@ -219,6 +213,15 @@ class _Recognition:
             attention_factor=attention_factor,
             mlp_factor=mlp_factor,
         )
+
+    def _mlp(self, block: Call, unit: Call | None, calls: Sequence[Call], x: Tensor) -> MLP | Mixture | nn.Module:
+        """Return the MLP of these calls on x; if they have no known form, the module that contains them."""
+        found = matching.match_mlp(calls, x)
+        if found is not None:
+            return found
+        if unit is None:
+            raise NotRecognized(f"{block.name}: {', '.join(call.name for call in calls)} are no MLP of a known form")
+        return match_mixture(unit, [call for call in calls if call is not unit], self.config) or unit.module
 
     def _mlp_unit(self, inside: Sequence[Call], block: Call) -> Call | None:
         """Return the call of a child with weights that treats each position by itself, if there is one."""

@@ -39,12 +39,16 @@ def match_mixture(unit: Call, inside: Sequence[Call], config: object) -> Mixture
         for call in inside
         if call.inputs and equal(call.input, x) and (made := projection(call)) is not None
     ]
-    found = tuple(_experts(unit, inside))
+    found = tuple(
+        _Candidate(path, experts, [made for call, made in reading if not call.is_inside(path)], constants)
+        for path, experts in _experts(unit)
+    )
+    shared = {each.path: _shared_experts(unit, each.path, inside) for each in found}
     forms = (
         (form, functools.partial(_computed, form, x))
         for is_likely in (True, False)
-        for path, experts in found
-        for form in _forms(unit, path, experts, inside, reading, constants, is_likely=is_likely)
+        for each in found
+        for form in _forms(each, shared[each.path], is_likely=is_likely)
     )
     return closest(unit.output, forms)
 
@@ -53,21 +57,21 @@ def _computed(form: Mixture, x: Tensor) -> Tensor:
     return form(x)
 
 
-def _forms(
-    unit: Call,
-    path: str,
-    experts: tuple[MLP, ...],
-    inside: Sequence[Call],
-    reading: Sequence[tuple[Call, Projection]],
-    constants: Constants,
-    *,
-    is_likely: bool,
-) -> Iterator[Mixture]:
+@attrs.frozen(eq=False)
+class _Candidate:
+    """Experts, and what may belong to them."""
+
+    path: str  # name of the module that has them
+    experts: tuple[MLP, ...]
+    reading: list[Projection]  # of the mixture's input, outside of them
+    constants: Constants
+
+
+def _forms(candidate: _Candidate, shared: Sequence[MLP], *, is_likely: bool) -> Iterator[Mixture]:
     """Yield mixtures of these experts: with a number of chosen ones that an attribute says, or with all others."""
-    outside = [(call, made) for call, made in reading if not call.is_inside(path)]
-    routers = [made for _, made in outside if made.weight.shape[0] == len(experts)]
-    gates = [made for _, made in outside if made.weight.shape[0] == 1 and len(experts) != 1]
-    shared = _shared_experts(unit, path, inside)
+    experts, constants = candidate.experts, candidate.constants
+    routers = [each for each in candidate.reading if each.weight.shape[0] == len(experts)]
+    gates = [each for each in candidate.reading if each.weight.shape[0] == 1 and len(experts) != 1]
     commons = [*((mlp, gate) for mlp in shared for gate in (*gates, None)), (None, None)]
     said = [int(each) for each in constants.named("top_k", "topk", "experts_per_tok", "num_selected")]
     tried = said if is_likely else [each for each in range(1, _MOST_CHOSEN + 1) if each not in said]
@@ -99,7 +103,7 @@ def _shared_experts(unit: Call, path: str, inside: Sequence[Call]) -> list[MLP]:
     return found
 
 
-def _experts(unit: Call, inside: Sequence[Call]) -> Iterator[tuple[str, tuple[MLP, ...]]]:
+def _experts(unit: Call) -> Iterator[tuple[str, tuple[MLP, ...]]]:
     """Yield (name, experts) of the stacks and lists within a call."""
     for name, module in unit.module.named_modules():
         path = f"{unit.name}.{name}"

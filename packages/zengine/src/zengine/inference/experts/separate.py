@@ -13,6 +13,7 @@ Rejected: a quantized stack (a second form of every function that meets a quanti
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 
 from zengine.inference.matching import ACTIVATIONS, closest
 from zengine.inference.structure import MLP, Projection, Unary
-from zpartition.layout.hf_experts import choice_of, is_hf_experts
 
 __all__ = ["SeparateExperts", "Stack", "activation_of", "separate", "stack_of", "stacks_in"]
 
@@ -62,7 +62,7 @@ def stack_of(module: nn.Module) -> Stack | None:
     if isinstance(module, SeparateExperts):
         return module.stack
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
-    if not is_hf_experts(module) or any(len(shape) != 3 for shape in shapes.values()):
+    if not _choice_of(module) or any(len(shape) != 3 for shape in shapes.values()):
         return None
     if set(shapes) == {"gate_up_proj", "down_proj"}:
         stack = Stack(up="gate_up_proj", down="down_proj", is_fused=True)
@@ -74,6 +74,8 @@ def stack_of(module: nn.Module) -> Stack | None:
         return None
     number, width, grown = shapes[stack.down]
     rows = 2 * grown if stack.is_fused else grown
+    if getattr(module, "num_experts", None) != number or hasattr(module, "num_global_experts"):
+        return None  # over expert-parallel ranks, or of another kind
     fits = shapes[stack.up] == (number, rows, width) and shapes.get(stack.gate, (number, grown, width))[1] == grown
     return stack if fits else None
 
@@ -134,7 +136,7 @@ class SeparateExperts(nn.Module):
         super().__init__()
         given: Any = experts
         self.stack, self.act_fn, self.num_experts = stack, act, int(given.num_experts)
-        self.choice = choice_of(type(experts))
+        self.choice = _choice_of(experts)
         for name in stack.names:
             setattr(self, name, nn.ModuleList(_layer(weight) for weight in getattr(experts, name)))
 
@@ -163,6 +165,12 @@ class SeparateExperts(nn.Module):
         if stack.gate:
             return product(stack.down, self.act_fn(product(stack.gate, x)) * up)
         return product(stack.down, self.act_fn(up))
+
+
+def _choice_of(experts: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments after the tokens: chosen experts and their weights; empty for others."""
+    tokens, *others = (*inspect.signature(experts.forward).parameters, "")
+    return tuple(others[:2]) if tokens == "hidden_states" and len(others) == 3 else ()
 
 
 def _layer(weight: Tensor) -> nn.Linear:
