@@ -224,25 +224,42 @@ def with_weights_of(decoder: Decoder, module: nn.Module) -> Decoder:
     """
 
     def present(projection: Projection) -> Projection:
-        layer = module.get_submodule(projection.name)
+        layer = _layer_at(module, projection.name)
         weight = _present_weight(projection, layer)
         if weight is projection.weight:
             return projection
         return attrs.evolve(projection, weight=weight, bias=getattr(layer, "bias", None))
 
     is_current = all(
-        _present_weight(each, module.get_submodule(each.name)) is each.weight for each in projections(decoder)
+        _present_weight(each, _layer_at(module, each.name)) is each.weight for each in projections(decoder)
     )
     return decoder if is_current else replaced(decoder, present)
 
 
-def _present_weight(projection: Projection, layer: nn.Module) -> Tensor | QuantizedTensor | PackedTensor:
+@attrs.frozen(eq=False)
+class _StackedLayer:
+    """One matrix of stacked experts."""
+
+    weight: Tensor
+
+
+def _layer_at(module: nn.Module, name: str) -> nn.Module | _StackedLayer:
+    """Return the layer `name`; that of stacked experts has the name of their parameter, and its number."""
+    path, _, number = name.rpartition(".")
+    parent, _, last = path.rpartition(".")
+    stack = getattr(module.get_submodule(parent), last, None) if number.isdecimal() else None
+    return _StackedLayer(stack[int(number)]) if isinstance(stack, Tensor) else module.get_submodule(name)
+
+
+def _present_weight(
+    projection: Projection, layer: nn.Module | _StackedLayer
+) -> Tensor | QuantizedTensor | PackedTensor:
     """Return the weight of a layer, (out, in): a new view if the layer's memory is another one.
 
     Of a layer with adapters, base and update are merged anew.
     """
     held = projection.weight
-    if (dense := computed_weight(layer)) is not None:
+    if isinstance(layer, nn.Module) and (dense := computed_weight(layer)) is not None:
         return dense
     if isinstance(layer, QuantizedLinear):
         return layer.weight

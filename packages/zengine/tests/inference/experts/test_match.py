@@ -84,3 +84,18 @@ def test_new_memory_of_stacked_experts_shows() -> None:
     steps.cache.clear(0)
     assert fusion is not None
     assert not fusion.is_current
+
+
+@needs_kernels
+def test_an_engine_generates_with_stacked_experts() -> None:
+    import zengine.deepspeed as deepspeed
+
+    subject: Any = model("Mixtral")
+    ids = torch.tensor([[5, 9, 11, 3]])
+    plain = deepspeed.init_inference(subject, dtype="fp32", max_out_tokens=24)
+    wanted = plain.generate(ids, max_new_tokens=8, do_sample=False)
+    engine = deepspeed.init_inference(subject, dtype="fp32", max_out_tokens=24, replace_with_kernel_inject=True)
+    assert torch.equal(engine.generate(ids, max_new_tokens=8, do_sample=False), wanted)
+    assert engine._fused is not None
+    assert engine._fused.steps is not None
+    assert engine._fused.steps.fused.reasons == {}
