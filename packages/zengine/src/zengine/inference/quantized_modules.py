@@ -1,7 +1,7 @@
 """Quantized layers inside a module, so that whatever calls the module runs with them.
 
 `quantize_linears` replaces linear layers one at a time: beside the module, memory for one matrix is needed.  Other
-parameters (embeddings, norms, stacked experts) stay as they are.
+parameters (embeddings, norms, stacked experts that experts/separate.py did not cut) stay as they are.
 
 Layers that are split over tensor ranks stay split: each rank quantizes its own part, which has the codes and scales
 of that part of the whole layer's, since rows are quantized one by one (zpartition/tensor/quantized.py).

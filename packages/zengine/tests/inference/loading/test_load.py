@@ -12,6 +12,7 @@ from memory import peak_bytes
 from torch import Tensor, nn
 
 from zengine.inference import load_model
+from zengine.inference.experts.separate import separate_chosen
 from zengine.inference.loading.load import fill
 from zengine.inference.loading.packed import save_packed
 from zengine.inference.loading.sources import open_source
@@ -106,6 +107,7 @@ def test_other_models_are_streamed_too(case: str, tmp_path: Path) -> None:
     wanted = kind(config).eval()
     wanted.save_pretrained(tmp_path)
     loaded = load_model(tmp_path, format=lambda name: None if "lm_head" in name else Int8())
+    separate_chosen(wanted, lambda _name: Int8())
     quantize_linears(wanted, lambda name: None if "lm_head" in name else Int8())
     assert torch.equal(logits(loaded.module), logits(wanted))
     assert not isinstance(loaded.module.lm_head, QuantizedLinear)

@@ -30,6 +30,7 @@ from zengine.deepspeed.inference.offloading import WeightOffload
 from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
 from zengine.inference.calls import transformers_style as generation
 from zengine.inference.calls.path import FusedPath, has_quantized_layers, recognized, reject_prompt
+from zengine.inference.experts.separate import separate_chosen, stacks_in
 from zengine.inference.loading import weights
 from zengine.inference.offload import WeightStream
 from zengine.inference.quantized import LayerError
@@ -303,7 +304,8 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
     dtype = _compute_dtype(module, config, device)
     _check_memory(module, config, dtype, device)
     if config.quantization is not None:
-        for notice in config.quantization.notices([name for name, *_ in linear_weights(module)]):
+        stacked = (f"{name}.{each}" for name, _, stack in stacks_in(module) for each in stack.names)
+        for notice in config.quantization.notices([*(name for name, *_ in linear_weights(module)), *stacked]):
             log.warning("%s", notice)
     if config.files.checkpoint is not None and config.parallelism.is_single_rank and config.offload is None:
         rows = load_quantized(module, config.files, config.quantization, dtype, device)
@@ -404,6 +406,7 @@ def _prepare_streamed(
         prefix = f"{name}." if name else ""
         if quantization is None:
             return
+        separate_chosen(part, lambda layer: quantization.format_of(f"{prefix}{layer}"))
         names = [layer for layer, *_ in linear_weights(part) if layer]
         formats = {layer: quantization.format_of(f"{prefix}{layer}") for layer in names}
         if any(format is not None for format in formats.values()):
@@ -451,6 +454,7 @@ def _recognize(module: nn.Module, config: DeepSpeedInferenceConfig) -> Decoder |
 def _quantize(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     """Replace linear layers by quantized ones, and log how much they were rounded, and what was left."""
     assert config.quantization is not None
+    separate_chosen(module, config.quantization.format_of)
     _log_layers(quantize_linears(module, config.quantization.format_of), module)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zengine.deepspeed.inference.quantization import WeightQuantization
+from zengine.inference.experts.separate import stacks_in
 from zengine.inference.quantized_modules import QuantizedLinear, linear_weights
 from zprecision.quant import Format, Int4, Int8
 
@@ -84,6 +85,11 @@ def _formats(module: nn.Module, quantization: WeightQuantization) -> dict[int, F
         format = quantization.format_of(name)
         if format is not None:
             found[id(layer.weight)] = format
+    for name, experts, stack in stacks_in(module):
+        for each in stack.names:
+            format = quantization.format_of(f"{name}.{each}.0")
+            if format is not None:
+                found[id(getattr(experts, each))] = format
     return found
 
 

@@ -18,7 +18,7 @@ from zengine.inference.exact.blocks import HeadRule, WeightParts, embed, finishe
 from zengine.inference.exact.products import Products
 from zengine.inference.matching import Constants
 from zengine.inference.observe import Call, observe, tensors_in
-from zengine.inference.structure import Decoder, Embedding, Head
+from zengine.inference.structure import MLP, Decoder, Embedding, Head
 
 __all__ = ["NotExact", "exact_decoder"]
 
@@ -63,8 +63,10 @@ def exact_decoder(module: nn.Module, decoder: Decoder, run: Run) -> tuple[Decode
 
 
 def _check_blocks(decoder: Decoder) -> None:
-    for name in decoder.opaque:
-        raise NotExact(f"{name} is no MLP of a known form (experts, perhaps), so rollout.exact cannot compute it")
+    for block in decoder.blocks:
+        if not isinstance(block.mlp, MLP):
+            what = f"{block.name}.mlp is no MLP of a known form (experts, perhaps)"
+            raise NotExact(f"{what}, so rollout.exact cannot compute it")
     projections = [each for block in decoder.blocks for each in block.projections]
     for each in (*projections, decoder.head.projection):
         if not isinstance(each.weight, Tensor):

@@ -2,7 +2,8 @@
 
 Transformers keeps the experts of a block in one module whose parameters have the experts in front: `gate_up_proj`,
 (experts, 2 * grown, width), and `down_proj`, (experts, width, grown); called as `experts(hidden_states, top_k_index,
-top_k_weights)`.  Such a module is recognized by its signature, its shapes and, where it has weights, its results.
+top_k_weights)`.  Such a module is recognized by its signature, its shapes, and what it computes with small weights in
+the place of its own, so it need not have memory yet.
 
 `separate` replaces it by a module whose matrices are linear layers of their own, `gate_up_proj.3` and so on, so that
 whatever quantizes, packs, measures or loads linear layers serves experts, too.
@@ -14,19 +15,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from zengine.inference.matching import ACTIVATIONS, closest
 from zengine.inference.structure import MLP, Projection, Unary
 
-__all__ = ["SeparateExperts", "Stack", "activation_of", "separate", "stack_of", "stacks_in"]
+__all__ = [
+    *("SeparateExperts", "Stack", "activation_of", "chosen_stacks", "separate", "separate_chosen", "stack_of"),
+    "stacks_in",
+]
 
-_PROBE_TOKENS = 3
+_TOKENS, _WIDTH, _GROWN = 3, 16, 24  # of the experts that a class is tried with
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -91,38 +96,60 @@ def stacks_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, Stack]]:
 def separate(module: nn.Module, name: str) -> bool:
     """Replace the stacked experts `name` of `module` by separate layers; False if they compute something else.
 
-    The layers hold slices of the stacks.  Experts without memory are trusted to compute what their names say.
+    The layers hold slices of the stacks.
     """
     experts = module.get_submodule(name)
     stack = stack_of(experts)
     if stack is None or isinstance(experts, SeparateExperts):
         return False
-    act = getattr(experts, "act_fn", None)
-    if not callable(act):
-        return False
-    is_meta = any(param.is_meta for param in experts.parameters())
-    if not is_meta and activation_of(experts, stack) is None:
+    act = activation_of(experts, stack)
+    if act is None:
         return False
     parent, _, last = name.rpartition(".")
     setattr(module.get_submodule(parent), last, SeparateExperts(experts, stack, act).train(experts.training))
     return True
 
 
+def chosen_stacks(module: nn.Module, choose: Callable[[str], object | None]) -> Iterator[tuple[str, Stack]]:
+    """Yield (name, order) of the stacked experts in `module` of which `choose` chooses a matrix by its name."""
+    for name, _, stack in stacks_in(module):
+        if name and any(choose(f"{name}.{each}.0") is not None for each in stack.names):
+            yield name, stack
+
+
+def separate_chosen(module: nn.Module, choose: Callable[[str], object | None]) -> None:
+    """Replace the stacked experts of which `choose` chooses a matrix; those that compute something else stay.
+
+    choose: from the name of a matrix, "layers.0.mlp.experts.down_proj.3", to its format; None: not quantized.
+    """
+    for name, _ in list(chosen_stacks(module, choose)):
+        separate(module, name)
+
+
 @torch.no_grad()
 def activation_of(experts: nn.Module, stack: Stack) -> Unary | None:
-    """Return the activation with which one chosen expert gives what `experts` gives; None if none does."""
-    last = len(getattr(experts, stack.down)) - 1
-    weight = stack.mlp(experts, "", last, ACTIVATIONS[0]).up.weight
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(_PROBE_TOKENS, weight.shape[-1], generator=random).to(weight.device, weight.dtype)
-    index = torch.full((_PROBE_TOKENS, 1), last, device=weight.device)
-    try:
-        wanted = experts(x, index, x.new_ones(_PROBE_TOKENS, 1))
-    except Exception:  # it needs other arguments
-        return None
+    """Return the activation with which one chosen expert gives what `experts` gives; None if none does.
+
+    Small random weights stand in for its own: large enough that a clamp of the activations shows.
+    """
+    if isinstance(experts, SeparateExperts):
+        return experts.act_fn
+    given: Any = experts
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    rows = {stack.up: 2 * _GROWN if stack.is_fused else _GROWN, stack.gate: _GROWN}
+    with torch.device("cpu"):
+        weights = {name: draw(given.num_experts, rows.get(name, _WIDTH), _WIDTH) for name in stack.names}
+        weights[stack.down] = draw(given.num_experts, _WIDTH, _GROWN)
+        x, index = 4 * draw(_TOKENS, _WIDTH), torch.full((_TOKENS, 1), given.num_experts - 1)
+        try:
+            wanted = functional_call(experts, weights, (x, index, torch.ones(_TOKENS, 1, dtype=torch.float32)))
+        except Exception:  # it needs other arguments
+            return None
 
     def compute(act: Unary) -> Tensor:
-        return stack.mlp(experts, "", last, act)(x)
+        up, down = (Projection("", weights[name][-1]) for name in (stack.up, stack.down))
+        gate = Projection("", weights[stack.gate][-1]) if stack.gate else None
+        return MLP(up=up, down=down, act=act, gate=gate, is_fused=stack.is_fused)(x)
 
     return closest(wanted, ((act, functools.partial(compute, act)) for act in ACTIVATIONS))
 

@@ -14,10 +14,11 @@ import attrs
 import torch
 from torch import nn
 
+from zengine.inference.experts.separate import SeparateExperts, chosen_stacks, separate_chosen
 from zengine.inference.loading import weights
 from zengine.inference.loading.packed import find_packed, load_packed
 from zengine.inference.loading.sources import Given, Source, open_source, read_config
-from zengine.inference.loading.stored import QuantizedSlice
+from zengine.inference.loading.stored import QuantizedSlice, StackedSlice, Tensors
 from zengine.inference.loading.streaming import ChooseFormat, stream
 from zengine.inference.quantized import QuantizationReport
 from zengine.inference.recognize import NotRecognized, recognize
@@ -94,13 +95,27 @@ def fill(
     module: nn.Module, source: Source, choose: ChooseFormat, device: torch.device, *, outliers: bool = True
 ) -> QuantizationReport:
     """Fill `module` from an open source, quantizing its layers; see `stream`."""
-    tensors = weights.named_by_module(source.tensors, module)
+    tensors = _by_expert(module, weights.named_by_module(source.tensors, module), choose)
     try:
         report = stream(module, tensors, choose, device, outliers=outliers)
     except ValueError as error:
         raise ValueError(f"{source.origin} does not fit {type(module).__name__}: {error}") from error
     source.adjust(module)
     return report
+
+
+def _by_expert(module: nn.Module, tensors: Tensors, choose: ChooseFormat) -> Tensors:
+    """Separate the stacked experts that are quantized, and return the tensors under the names of their layers."""
+    stacks = list(chosen_stacks(module, choose))
+    separate_chosen(module, choose)
+    found = dict(tensors)
+    for name, stack in stacks:
+        experts = module.get_submodule(name)
+        for each in stack.names if isinstance(experts, SeparateExperts) else ():
+            if (stored := found.pop(f"{name}.{each}", None)) is not None:
+                number = stored.get_shape()[0]
+                found |= {f"{name}.{each}.{index}.weight": StackedSlice(stored, index) for index in range(number)}
+    return found
 
 
 def _module(

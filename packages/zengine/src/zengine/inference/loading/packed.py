@@ -29,6 +29,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from zengine.inference.experts.separate import separate_chosen
 from zengine.inference.loading import weights
 from zengine.inference.quantized import LayerError, QuantizationReport
 from zengine.inference.quantized_modules import QuantizedLinear, put_quantized
@@ -152,6 +153,7 @@ def load_packed(
     checkpoint = found.checkpoint(rank)
     _check_kind(checkpoint)
     parts = _quantized_parts(checkpoint)
+    separate_chosen(module, parts.get)
     _check_names(module, checkpoint, parts)
     rows = []
     states = _read_states(checkpoint, parts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zprecision.quant import GroupedCodes, QuantizedTensor
 
-__all__ = ["QuantizedSlice", "StoredTensor", "Tensors", "exact_codes", "sides_of"]
+__all__ = ["QuantizedSlice", "StackedSlice", "StoredTensor", "Tensors", "exact_codes", "sides_of"]
 
 
 class StoredTensor(Protocol):
@@ -69,6 +69,24 @@ class QuantizedSlice:
                 raise ValueError(f"{self.name}: its scales have infinite or NaN values; the file is damaged")
         rows = self.rows
         return found if rows is None else found.map(lambda part: part[rows])
+
+
+@final
+@attrs.frozen(eq=False)
+class StackedSlice:
+    """One matrix of stacked experts in a file."""
+
+    stack: StoredTensor
+    index: int
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the matrix."""
+        return self.stack.get_shape()[1:]
+
+    def __getitem__(self, box: Any) -> Tensor:
+        """Return the values of a box; others of the stack are not read."""
+        own = (slice(self.index, self.index + 1), *(slice(*side) for side in sides_of(box, self.get_shape())))
+        return self.stack[own][0]
 
 
 def exact_codes(stored: StoredTensor) -> QuantizedTensor | None:
