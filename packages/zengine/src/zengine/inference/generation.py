@@ -12,19 +12,35 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import Protocol, final
 
 import attrs
 import torch
 
-from zengine.inference.decoder import DecoderPass
+from zengine.inference.cache import KVCache
 from zengine.inference.sampling import Sampling, choose, uniform
+from zengine.inference.structure import Decoder
 
-__all__ = ["FinishReason", "Request", "Sample", "TokenEvent", "generate", "stream"]
+__all__ = ["CachedPass", "FinishReason", "Request", "Sample", "TokenEvent", "generate", "stream"]
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
 FinishReason = str  # "length", "token" or "string"
+
+
+class CachedPass(Protocol):
+    """A pass over a cache: decoder.DecoderPass, or exact.steps.ExactPass."""
+
+    decoder: Decoder
+    cache: KVCache
+
+    def forward(self, ids: torch.Tensor, slot: int) -> torch.Tensor:
+        """Append (time,) tokens to a slot; return the logits after the last, (vocabulary,) float32."""
+        ...
+
+    def forward_each(self, ids: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        """Append one token to each of several slots; return the logits after it, (n, vocabulary) float32."""
+        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -98,7 +114,7 @@ class _Running:
         return "length" if len(self.tokens) == rule.max_new_tokens else ""
 
 
-def stream(steps: DecoderPass, requests: Sequence[Request], decode: Decode | None = None) -> Iterator[TokenEvent]:
+def stream(steps: CachedPass, requests: Sequence[Request], decode: Decode | None = None) -> Iterator[TokenEvent]:
     """Yield each token as it is chosen; samples take turns, and their slots are refilled.
 
     steps: its cache is used from empty, and is empty again afterwards, also if the caller stops early.
@@ -111,7 +127,7 @@ def stream(steps: DecoderPass, requests: Sequence[Request], decode: Decode | Non
     return _Scheduler(steps, requests, decode).events()
 
 
-def generate(steps: DecoderPass, requests: Sequence[Request], decode: Decode | None = None) -> list[list[Sample]]:
+def generate(steps: CachedPass, requests: Sequence[Request], decode: Decode | None = None) -> list[list[Sample]]:
     """Return the samples of each request, in the order of its seeds.  Raises as `stream`."""
     events: dict[tuple[int, int], list[TokenEvent]] = collections.defaultdict(list)
     for event in stream(steps, requests, decode):
@@ -130,7 +146,7 @@ def _sample(events: Sequence[TokenEvent]) -> Sample:
     )
 
 
-def _check(steps: DecoderPass, requests: Sequence[Request], decode: Decode | None) -> None:
+def _check(steps: CachedPass, requests: Sequence[Request], decode: Decode | None) -> None:
     capacity, vocabulary = steps.cache.capacity, steps.decoder.embedding.tokens.shape[0]
     for index, request in enumerate(requests):
         length, new = len(request.prompt), request.sampling.max_new_tokens
@@ -154,7 +170,7 @@ class _Scheduler:
     the prompt of that request, also after its sample has ended.
     """
 
-    steps: DecoderPass
+    steps: CachedPass
     requests: Sequence[Request]
     decode: Decode | None
     waiting: collections.deque[tuple[int, int]] = attrs.field(factory=collections.deque)  # (request, sample)

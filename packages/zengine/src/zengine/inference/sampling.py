@@ -57,16 +57,20 @@ def uniform(seed: int, index: int) -> float:
 def choose(logits: Tensor, rule: Sampling, seen: Sequence[int], number: float) -> tuple[int, float]:
     """Return the next token, and its log-probability under the model (before rule and temperature).
 
+    The log-probability has the bits of `torch.log_softmax(logits.float(), -1)`, as a trainer computes it.
+
     logits: (vocabulary,) floating.  seen: tokens of prompt and sample so far, for the repetition penalty.
     number: in [0, 1); unused if the rule is greedy.
 
     Raises ValueError if a logit is NaN or infinite; -infinity excludes a token, but not all.
     """
-    logits = logits.detach().to("cpu", torch.float64)
+    logits = logits.detach()
+    log_probs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    logits = logits.to("cpu", torch.float64)
     if torch.isnan(logits).any() or not torch.isfinite(logits.max()):
         raise ValueError("the model's logits contain NaN or infinity, or are all -infinity: no token can be chosen")
     token = _choose(logits, rule, seen, number)
-    return token, (logits[token] - torch.logsumexp(logits, 0)).item()
+    return token, log_probs[token].item()
 
 
 def _choose(logits: Tensor, rule: Sampling, seen: Sequence[int], number: float) -> int:

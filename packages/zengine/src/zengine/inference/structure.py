@@ -272,12 +272,17 @@ class Embedding:
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids, positions: (batch, time) int64.  Returns (batch, time, width)."""
+        x = self.summed(ids, positions)
+        return x if self.norm is None else self.norm(x)
+
+    def summed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return what the norm reads."""
         x = F.embedding(ids, self.tokens)
         if self.factor != 1.0:
             x = x * self.factor
         if self.positions is not None:
             x = x + F.embedding(positions + self.offset, self.positions)
-        return x if self.norm is None else self.norm(x)
+        return x
 
 
 @attrs.frozen(kw_only=True, eq=False)

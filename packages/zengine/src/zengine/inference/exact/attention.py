@@ -1,11 +1,11 @@
 """Causal attention whose result for a query does not depend on other queries, nor on how many keys were padded.
 
 Order of sums: scores are sums over a head's features; the softmax adds exponentials by vectors of keys, counted from
-the first token of the sequence; values are added by tiles of 128 keys, one product for each, in their order.  Keys
+the first token of the sequence; values are added by tiles of 64 keys, one product for each, in their order.  Keys
 that a query does not see have the weight zero, which changes no sum.  So a query alone over a cache gives the bits
 that it gives in a whole sequence.
 
-Queries are taken by tiles of 128 positions.  Backward computes the weights anew, tile by tile: memory grows with the
+Queries are taken by tiles of 64 positions.  Backward computes the weights anew, tile by tile: memory grows with the
 length and not with its square.
 
 Rejected: scaled_dot_product_attention, whose blocks depend on the numbers of queries and keys; an online softmax,
@@ -27,8 +27,8 @@ from zengine.inference.exact.products import TILE, Products, widened
 
 __all__ = ["KEY_TILE", "AttentionRule", "attend_sequences", "attend_slots", "padded_length"]
 
-KEY_TILE = 128  # keys of one product with values
-_QUERY_TILE = 128  # positions
+KEY_TILE = 64  # keys of one product with values
+_QUERY_TILE = 64  # positions
 
 
 def padded_length(length: int) -> int:
@@ -48,10 +48,10 @@ class AttentionRule:
     def weights(self, products: Products, query: Tensor, key: Tensor, hidden: Tensor, first: int = 0) -> Tensor:
         """Return (n, rows, keys) softmax weights of the keys for each query.
 
-        query: (n, rows, size); key: (n, keys, size); hidden: (..., keys - first) bool, of keys `first` and later,
-        that broadcasts over (n, rows / positions, positions, keys - first).
+        query: (n, rows, size), times the scale; key: (n, keys, size); hidden: (..., keys - first) bool, of keys
+        `first` and later, that broadcasts over (n, rows / positions, positions, keys - first).
         """
-        scores = products.of_batches(query, key.transpose(1, 2)).mul_(self.scale)
+        scores = products.of_batches(query, key.transpose(1, 2))
         if self.softcap:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         positions = hidden.shape[-2]
@@ -119,6 +119,15 @@ class _Call:
     products: Products
 
 
+def _summed(total: Tensor | None, weights: Tensor, rows: Tensor) -> Tensor:
+    """Add what the queries of a tile give to its keys, (n, keys, size), to the first keys of `total`."""
+    found = torch.bmm(weights.transpose(1, 2), rows)
+    if total is None:
+        return found
+    total[:, : found.shape[1]] += found
+    return total
+
+
 class _Sequences(torch.autograd.Function):
     """Attention of whole sequences; queries begin at position `start` of the keys."""
 
@@ -128,8 +137,8 @@ class _Sequences(torch.autograd.Function):
         (batch, time, heads, size), groups = query.shape, key.shape[2]
         wide = torch.promote_types(query.dtype, torch.float32)
         num_queries = -(-time // TILE) * TILE
-        queries = _grouped(query.to(wide), groups, num_queries)
-        num_keys = padded_length(max(start + num_queries, key.shape[1]))
+        queries = _grouped(query.to(wide), groups, num_queries).mul_(rule.scale)
+        num_keys = padded_length(start + num_queries)
         keys, values = (_grouped(x.to(wide), groups, num_keys).squeeze(1) for x in (key, value))
         mixed = torch.empty_like(queries)
         for tile in _tiles(num_queries, start, rule.window, query.device):
@@ -149,23 +158,26 @@ class _Sequences(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         num_queries = -(-time // TILE) * TILE
         queries, grads = (_grouped(x.to(wide), groups, num_queries) for x in (query, grad.view_as(query)))
-        num_keys = padded_length(max(start + num_queries, key.shape[1]))
+        queries.mul_(rule.scale)
+        num_keys = padded_length(start + num_queries)
         keys, values = (_grouped(x.to(wide), groups, num_keys).squeeze(1) for x in (key, value))
-        of_query, of_key, of_value = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-        for tile in _tiles(num_queries, start, rule.window, query.device):
+        of_query, of_key, of_value = torch.empty_like(queries), None, None
+        for tile in reversed(list(_tiles(num_queries, start, rule.window, query.device))):  # the last sees all keys
             rows, above, seen = _queries(queries, tile), _queries(grads, tile), slice(0, tile.keys)
             weights = rule.weights(products, rows, keys[:, seen], tile.hidden, tile.first)
-            of_value[:, seen].baddbmm_(weights.transpose(1, 2), above)
+            of_value = _summed(of_value, weights, above)
             of_weights = products.of_batches(above, values[:, seen].transpose(1, 2))
             of_scores = _compat.softmax_backward(of_weights, weights)
             if rule.softcap:
-                capped = products.of_batches(rows, keys[:, seen].transpose(1, 2)).mul_(rule.scale / rule.softcap)
+                capped = products.of_batches(rows, keys[:, seen].transpose(1, 2)).div_(rule.softcap)
                 of_scores.mul_(1 - capped.tanh_().square_())
-            of_scores.mul_(rule.scale)
-            of_key[:, seen].baddbmm_(of_scores.transpose(1, 2), rows)
+            of_key = _summed(of_key, of_scores, rows)
             of_query[:, :, tile.rows] = products.of_batches(of_scores, keys[:, seen]).view_as(
                 of_query[:, :, tile.rows]
             )
+        of_query.mul_(rule.scale)
+        assert of_key is not None
+        assert of_value is not None
         found = (
             _ungrouped(x, like)
             for x, like in ((of_query, query), (of_key.unsqueeze(1), key), (of_value.unsqueeze(1), value))
@@ -196,6 +208,7 @@ def attend_slots(
     heads = query.shape[1] // groups
     rows = query.new_zeros(num * groups, -(-heads // TILE) * TILE, max(size, TILE), dtype=wide)
     rows[:, :heads, :size] = query.reshape(num * groups, heads, size)
+    rows.mul_(rule.scale)
     hidden = ~causal_mask(lengths[:, None] - 1, torch.arange(padded, device=query.device)[None], rule.window)
     hidden = hidden.repeat_interleave(groups, 0).unsqueeze(1)  # (n * groups, 1, 1, keys)
     key, value = (widened(x.to(wide).flatten(0, 1)) for x in cached)

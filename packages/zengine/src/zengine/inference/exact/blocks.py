@@ -111,7 +111,7 @@ def rule_of(attention: Attention) -> AttentionRule:
 
 def embed(parts: BlockParts, embedding: Embedding, ids: Tensor, positions: Tensor) -> Tensor:
     """Return (batch, time, width); ids, positions: (batch, time) int64."""
-    x = attrs.evolve(embedding, norm=None)(ids, positions)
+    x = embedding.summed(ids, positions)
     return x if embedding.norm is None else parts.normalize(embedding.norm, x)
 
 

@@ -14,8 +14,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from zengine.inference.exact.blocks import HeadRule, WeightParts, embed, finished
-from zengine.inference.exact.products import Products
+from zengine.inference.exact.blocks import HeadRule, finished
 from zengine.inference.matching import Constants
 from zengine.inference.observe import Call, observe, tensors_in
 from zengine.inference.structure import MLP, Decoder, Embedding, Head
@@ -93,11 +92,10 @@ def _exact_embedding(decoder: Decoder, constants: Constants, calls: list[Call], 
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     width, dtype = form.tokens.shape[1], form.tokens.dtype
     root = width**0.5
-    parts = WeightParts(Products())
     roots = (root, torch.tensor(root).to(dtype).item())
     for factor in dict.fromkeys((form.factor, *roots, *constants.named("embed"))):
         made = attrs.evolve(form, factor=factor)
-        if torch.equal(embed(parts, attrs.evolve(made, norm=None), ids, positions), wanted):
+        if torch.equal(made.summed(ids, positions), wanted):
             return made
     raise NotExact(
         f"what {reader} reads is no sum of embeddings bit for bit (their factor is about {form.factor:.6g}), so "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zengine.adapters.foreign import adapted
 from zengine.adapters.update import Adapted
-from zengine.inference.exact.operators import linear, normalize
+from zengine.inference.exact.operators import linear, normalize_with
 from zengine.inference.exact.products import Products
 from zengine.inference.structure import Norm, Projection
 
@@ -146,7 +146,7 @@ class ModuleParts:
 
         def forward(x: Tensor) -> Tensor:
             held = {field: getattr(module, name) for field, name in names.items()}
-            return normalize(attrs.evolve(norm, **held), x)
+            return normalize_with(norm, x, held.get("weight"), held.get("bias"))
 
         self.replaced.replace(module, forward)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from zengine.inference.exact.products import Products, pad_rows
 from zengine.inference.structure import Norm, Unary
 
-__all__ = ["activate", "linear", "normalize"]
+__all__ = ["activate", "linear", "normalize", "normalize_with"]
 
 _VECTORS = 64  # elements: twice the longest vector, which is what torch's loops take at once
 _GRAIN = 32768  # elements for each thread, at least, in most loops of torch
@@ -55,11 +55,16 @@ def linear(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None = 
 
 
 def normalize(norm: Norm, x: Tensor) -> Tensor:
-    """Return what `norm` computes: in float32 (float64 for float64), rounded once to the dtype of x."""
+    """Return what `norm` computes: in float32, rounded once to the dtype of x."""
+    return normalize_with(norm, x, norm.weight, norm.bias)
+
+
+def normalize_with(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return what `norm` computes with another weight and bias, (dim,)."""
     rows = x.reshape(-1, x.shape[-1])
     padded, size = pad_rows(rows), (x.shape[-1],)
     wide = padded.to(torch.promote_types(x.dtype, torch.float32))
-    weight, bias = (None if each is None else each.to(wide.dtype) for each in (norm.weight, norm.bias))
+    weight, bias = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
     if weight is not None and norm.offset:
         weight = weight + norm.offset
     if norm.is_centered:
