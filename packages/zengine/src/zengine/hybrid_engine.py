@@ -161,6 +161,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             del self.module.__dict__["generate"]
             if self._had_own:
                 self.module.__dict__["generate"] = self._own_generate
+        self._rollouts.weights.leave_exact()
         super().close()
 
     def _log_once(self, what: str) -> None:

@@ -31,8 +31,10 @@ FinishReason = str  # "length", "token" or "string"
 class CachedPass(Protocol):
     """A pass over a cache: decoder.DecoderPass, or exact.steps.ExactPass."""
 
-    decoder: Decoder
-    cache: KVCache
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def cache(self) -> KVCache: ...
 
     def forward(self, ids: torch.Tensor, slot: int) -> torch.Tensor:
         """Append (time,) tokens to a slot; return the logits after the last, (vocabulary,) float32."""

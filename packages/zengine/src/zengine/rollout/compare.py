@@ -42,7 +42,7 @@ def log_probs_of(module: nn.Module, samples: Sequence[RolloutSample]) -> list[tu
     for sample in samples:
         ids = torch.tensor([(*sample.prompt, *sample.tokens)], device=device)
         logits = run_module(module, ids)[0, len(sample.prompt) - 1 : -1]
-        rows = F.log_softmax(logits.double(), -1)
+        rows = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
         chosen = torch.tensor(sample.tokens, device=device)
         found.append(tuple(rows.gather(1, chosen[:, None])[:, 0].tolist()))
     return found

@@ -15,13 +15,15 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import attrs
 from torch import Tensor
 
 from zengine.adapters import adapters_disabled
-from zengine.inference.generation import Request, Sample, generate
+from zengine.inference.cache import KVCache
+from zengine.inference.generation import CachedPass, Request, Sample, generate
+from zengine.inference.structure import Decoder
 from zengine.rollout.compare import Agreement, agreement, log_probs_of
 from zengine.rollout.samples import Rollout, RolloutSample, RolloutStats
 from zengine.rollout.values import RolloutConfig, SamplingConfig
@@ -29,7 +31,6 @@ from zengine.rollout.weights import PLACE, Storage, Weights
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run
-    from zengine.inference.decoder import DecoderPass
 
 __all__ = ["Rollouts"]
 
@@ -42,15 +43,15 @@ _SEEDS = 2**62
 class _Counted:
     """A pass that counts its steps."""
 
-    steps: DecoderPass
+    steps: CachedPass
     num_steps: int = 0
 
     @property
-    def decoder(self) -> Any:
+    def decoder(self) -> Decoder:
         return self.steps.decoder
 
     @property
-    def cache(self) -> Any:
+    def cache(self) -> KVCache:
         return self.steps.cache
 
     def forward(self, ids: Tensor, slot: int) -> Tensor:
@@ -87,8 +88,8 @@ class Rollouts:
         with self._lent_states(), self.weights.open():
             slots = rule.continuous_batch_size or self.config.num_slots
             num_samples = sum(len(each.seeds) for each in requests)
-            steps = _Counted(self.weights.steps(min(slots, max(num_samples, 1)), self.config.quantize))
-            made = generate(steps, requests)  # type: ignore[arg-type]
+            steps = _Counted(self._steps(min(slots, max(num_samples, 1))))
+            made = generate(steps, requests)
             duration_s = time.perf_counter() - begin
             samples = tuple(_flat(requests, made))
             found = self._compare(samples)
@@ -112,6 +113,12 @@ class Rollouts:
         base = adapters_disabled(module) if reference else nullcontext()
         with self.weights.open(), base:
             return log_probs_of(module, samples)
+
+    def _steps(self, num_slots: int) -> CachedPass:
+        if self.config.exact:
+            return self.weights.exact_steps(num_slots)
+        self.weights.leave_exact()
+        return self.weights.steps(num_slots, self.config.quantize)
 
     @contextmanager
     def _lent_states(self) -> Iterator[None]:
@@ -156,8 +163,6 @@ class Rollouts:
     def _checked_requests(
         self, prompts: Prompts, rule: SamplingConfig, count: int, seeds: Sequence[Sequence[int]] | None
     ) -> list[Request]:
-        if self.config.exact:
-            raise ValueError("RolloutConfig.exact is not available yet: set it to False")
         if count < 1:
             raise ValueError(f"rollout(): n = {count}; ask for at least 1 sample of each prompt")
         tokens = [tuple(int(token) for token in prompt) for prompt in prompts]

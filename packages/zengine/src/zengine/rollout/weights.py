@@ -17,34 +17,26 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol, final
+from typing import final
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zpartition
 from zengine.adapters.foreign import adapted
 from zengine.inference.cache import KVCache
 from zengine.inference.calls.path import FusedPath
 from zengine.inference.decoder import DecoderPass
+from zengine.inference.exact.forward import ExactForward
+from zengine.inference.exact.steps import ExactPass
 from zengine.inference.quantized import quantized
 from zengine.inference.recognize import learnt_positions, recognize
 from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
 from zprecision.quant import format_named
 
-__all__ = ["PLACE", "Steps", "Storage", "Weights", "evaluating"]
-
-
-class Steps(Protocol):
-    """A pass over a cache, as generation uses it: a `DecoderPass`, or the exact one."""
-
-    decoder: Decoder
-    cache: KVCache
-
-    def forward(self, ids: Tensor, slot: int) -> Tensor: ...
-    def forward_each(self, ids: Tensor, slots: list[int]) -> Tensor: ...
+__all__ = ["PLACE", "Storage", "Weights", "evaluating"]
 
 
 PLACE = "hybrid_engine.max_out_tokens"  # the key of the config that limits prompt and sample
@@ -89,6 +81,7 @@ class Weights:
     path: FusedPath | None = None  # over `decoder`; its cache is that of `generate`
     reason: str = ""  # why `present_path` returned None
     recognized_at: int = -1  # version for which a decoder was made last and verified first; -1: never
+    exact: ExactForward | None = None  # on the module from the first exact rollout until one that is not
     quantized_decoders: dict[str, Decoder] = attrs.field(factory=dict)  # copies, by format
 
     @property
@@ -148,6 +141,23 @@ class Weights:
                 self.quantized_decoders[format] = quantized(decoder, format_named(format))[0]
             decoder = self.quantized_decoders[format]
         return DecoderPass(decoder, self.empty_cache(decoder, num_slots))
+
+    def exact_steps(self, num_slots: int) -> ExactPass:
+        """Return a pass whose logits are the trainer's, bit for bit; the module's blocks are exact from then on.
+
+        Raises NotRecognized, NotExact or ValueError, with the block and the reason.
+        """
+        assert self.depth
+        if self.exact is None:
+            self.decoder = self.path = None  # of other forwards
+            self.exact = ExactForward.install(self.module)
+        return self.exact.steps(self.empty_cache(self.exact.decoder, num_slots))
+
+    def leave_exact(self) -> None:
+        """Give the module its own forward back."""
+        if self.exact is not None:
+            self.exact.close()
+            self.exact = None
 
     def empty_cache(self, decoder: Decoder, num_slots: int) -> KVCache:
         """Return a cache with at least `num_slots` slots, all empty."""

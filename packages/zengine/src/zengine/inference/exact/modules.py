@@ -29,6 +29,27 @@ Forward = Callable[..., Any]
 
 
 @final
+class _Replacement:
+    """A forward that stands on a module.  A copied or pickled module has the forward that was there before."""
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        self.module, self.forward, self.own = module, forward, vars(module).get("forward")
+        self.__wrapped__ = module.forward  # whose signature this has
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.own is not None:
+            return _same, (self.own,)
+        return functools.partial, (type(self.module).forward, self.module)
+
+
+def _same(forward: Forward) -> Forward:
+    return forward
+
+
+@final
 @attrs.frozen(eq=False)
 class Replaced:
     """Forwards that stand on modules, and what was there before."""
@@ -39,7 +60,7 @@ class Replaced:
         """Put `forward` on a module; once."""
         if not any(owner is module for owner, _ in self.before):
             self.before.append((module, vars(module).get("forward")))
-            module.forward = forward
+            module.forward = _Replacement(module, forward)
 
     def close(self) -> None:
         """Restore all modules."""
