@@ -83,7 +83,7 @@ def test_inputs_are_cast_only_when_asked():
     def runner(**config: object) -> object:
         return make_runner(plan_of(**config), nn.Sequential(nn.Linear(2, 2)), torch.device("cpu"), Checkpointing)
 
-    assert isinstance(runner(fp16={"enabled": True}), Sequential)
+    assert not isinstance(runner(fp16={"enabled": True}), CastingRunner)
     assert isinstance(runner(fp16={"enabled": True, "auto_cast": True}), CastingRunner)
     assert runner(torch_autocast={"enabled": True}) == AutocastRunner("cpu", torch.bfloat16)
     kept = runner(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["0"]})

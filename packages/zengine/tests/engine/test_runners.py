@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine.engine.runners import AutocastRunner, CastingRunner, RunnerWithCleanup, Sequential
+from zengine.testing import small_engine
 from zprecision import FP16
 
 
@@ -200,3 +202,35 @@ def test_gradients_of_safe_modules_travel_in_the_lower_dtype(stage):
     assert run_ranks(_wires, 2, stage, every)[0] == {(linears, "float32")}
     kept = {"bf16": on, "data_types": {"keep_in_fp32_modules": ["1."]}}
     assert run_ranks(_wires, 2, stage, kept)[0] == {(linears, "bfloat16"), (norm, "float32")}
+
+
+class Batched(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch["x"][0]).mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("section", "dtype", "key"),
+    [("bf16", torch.bfloat16, '"torch_autocast"'), ("fp16", torch.float16, '"fp16": {"auto_cast": true}')],
+)
+def test_a_wide_batch_in_a_narrow_model_says_what_to_cast(section: str, dtype: torch.dtype, key: str) -> None:
+    x = torch.ones(2, 3)
+    with small_engine(Batched(), **{section: {"enabled": True}}) as engine:
+        with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+            engine(batch={"x": (x, torch.ones(2, dtype=torch.int64))})
+        assert "batch['x'][0] in torch.float32" in str(caught.value)
+        assert f"(x.to({dtype}))" in str(caught.value)
+        assert key in str(caught.value)
+        assert engine(batch={"x": [x.to(dtype)]}).dtype == dtype
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            engine(batch={"x": [torch.ones(2, 5, dtype=dtype)]})
+
+
+def test_auto_cast_casts_floating_tensors_in_nested_arguments() -> None:
+    with small_engine(Batched(), fp16={"enabled": True, "auto_cast": True}) as engine:
+        assert engine(batch={"x": (torch.ones(2, 3),)}).dtype == torch.float16

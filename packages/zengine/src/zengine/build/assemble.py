@@ -43,6 +43,7 @@ from zengine.engine.runners import (
     CastingRunner,
     Closable,
     ExplainingRunner,
+    InputDtypeRunner,
     Runner,
     RunnerWithCleanup,
     Sequential,
@@ -303,6 +304,8 @@ def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointi
         if plan.precision.param in _NARROW:
             wide = zprecision.WideBuffers.install(module, keep=plan.precision.keep, param=plan.precision.param)
             runner = ExplainingRunner(runner, wide) if wide.names else runner
+            casts = plan.cast_inputs or plan.numerics.autocast != torch.float32
+            runner = runner if casts else InputDtypeRunner(runner, plan.precision.param)
             done.callback(wide.close)
         for change in _changes(plan, module, device, checkpointing):
             held.append(change)

@@ -6,6 +6,7 @@
 | `CastingRunner` | casts floating inputs to the weights' dtype (fp16.auto_cast) |
 | `AutocastRunner` | torch.autocast |
 | `ExplainingRunner` | names of wide buffers in errors about dtypes |
+| `InputDtypeRunner` | inputs of another dtype in errors about dtypes, and what to do |
 | `RunnerWithCleanup` | changes of the module to undo at the end: hooks of float32 modules, 8-bit layers |
 
 A runner covers only forward.  Backward runs outside autocast, as torch recommends: each operation's gradient has the
@@ -18,7 +19,7 @@ Changes of the module end with their runner, closed or not: the module may get a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, final
 
@@ -33,6 +34,7 @@ __all__ = [
     "CastingRunner",
     "Closable",
     "ExplainingRunner",
+    "InputDtypeRunner",
     "Runner",
     "RunnerWithCleanup",
     "Sequential",
@@ -117,6 +119,54 @@ class ExplainingRunner:
         """Remove the hooks, and close `inner`."""
         self._undo()
         self.inner.close()
+
+
+@final
+@attrs.frozen
+class InputDtypeRunner:
+    """Wraps a runner of a narrow model that casts no inputs: errors about dtypes name the inputs that are wider.
+
+    As in DeepSpeed, only fp16.auto_cast and autocast cast inputs.
+    """
+
+    inner: Runner
+    param: torch.dtype  # of the model's weights
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.inner.forward(module, args, kwargs)
+        except RuntimeError as error:
+            wide = list(
+                _other_dtypes({**{f"argument {i}": each for i, each in enumerate(args)}, **kwargs}, self.param)
+            )
+            if ("dtype" not in str(error) and "scalar type" not in str(error)) or not wide:
+                raise
+            narrow = str(self.param)
+            key = '"fp16": {"auto_cast": true}' if self.param == torch.float16 else f'"torch_autocast": {_AUTOCAST}'
+            raise RuntimeError(
+                f"{error}. The model computes in {narrow}, and forward() got {', '.join(wide[:5])}. Cast floating "
+                f"inputs in the loop (x.to({narrow})), or let the engine do it: {key} in the config."
+            ) from error
+
+    def close(self) -> None:
+        """Close `inner`."""
+        self.inner.close()
+
+
+_AUTOCAST = '{"enabled": true, "dtype": "bfloat16"} without the section "bf16"'
+
+
+def _other_dtypes(value: Any, param: torch.dtype, name: str = "") -> Iterator[str]:
+    """Yield the floating tensors of another dtype in nested tuples, lists and dicts, with their places."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.dtype != param:
+            yield f"{name} in {value.dtype!s}"
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _other_dtypes(each, param, f"{name}[{key!r}]" if name else str(key))
+    elif isinstance(value, (tuple, list)):
+        for index, each in enumerate(value):
+            yield from _other_dtypes(each, param, f"{name}[{index}]")
 
 
 @final
