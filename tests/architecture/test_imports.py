@@ -114,13 +114,16 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"all_gather_object"},
         "zpartition": {"pipeline.Passes", "pipeline_stages_of"},
     },
+    # adapters of weights that have no memory yet
+    "adapters/lora.py": {"zpartition": {"is_deferred"}},
     # layers with adapters are gathered to be merged
     "adapters/merging.py": {"zpartition": {"gathered", "is_gathered"}},
     # codes of frozen weights
     "adapters/quantized_base.py": {
+        "zpartition": {"is_deferred"},
         "zprecision": {
             f"quant.{name}" for name in ("Format", "QuantizedTensor", "format_name", "format_named", "quantize")
-        }
+        },
     },
     # rank 0 writes adapters
     "adapters/files.py": {

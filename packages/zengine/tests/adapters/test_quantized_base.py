@@ -10,12 +10,14 @@ import pytest
 import torch
 from small_nets import config, filled
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zckpt
 import zengine
 import zpartition
 from zcomm.testing import run_ranks
 from zengine.adapters import QuantizedBase, adapters_disabled, add_lora, merge_lora, merged_weights, quantize_base
+from zengine.planning.activations import dry_run
 from zprecision import quantize
 
 FORMATS = ["nf4", "int4", "int8", "int4-g64-minmax", "int8-row", "fp8", "nf4-g32"]
@@ -156,6 +158,15 @@ def test_quantized_weights_cannot_be_trained() -> None:
     model = qlora()
     with pytest.raises(ValueError, match="a quantized weight cannot be trained: its codes have no gradient"):
         model.requires_grad_(True)
+    codes = [param for name, param in model_of_bases().named_parameters() if "weight_" in name]
+    with pytest.raises(ValueError, match=r"nothing to train.*uint8, the codes of quantized weights.*Add adapters"):
+        zengine.initialize(model=model_of_bases(), model_parameters=codes, config=SETTINGS)
+    with zpartition.Init():
+        deferred = Wide()
+    with pytest.raises(
+        ValueError, match=r"built inside zero\.Init and has no weights to quantize yet: build and load"
+    ):
+        quantize_base(deferred, "nf4", ["up"])
     with pytest.raises(ValueError, match="up is quantized already"):
         quantize_base(model_of_bases(), "nf4", ["up"])
     with pytest.raises(ValueError, match="'nf5' names no format"):
@@ -341,3 +352,69 @@ def test_memory_is_as_planned(stage: int, format: str) -> None:
             assert exact <= codes <= exact + 6 * 2048  # one rank of two; spans are padded
             plain = 256 * 256 * 4  # bytes of one matrix
             assert planned["gathered units"] < 1.5 * plain  # the plain first layer, and the codes of the next
+
+
+class Checkpointed(Wide):
+    """Computes its first layer again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = checkpoint(lambda given: torch.tanh(self.up(given)), x, use_reentrant=False)
+        return self.down(hidden)  # type: ignore[no-any-return]
+
+
+def _train_narrow(stage: int, variant: str) -> list[float]:
+    """Train in bfloat16, perhaps with a recomputed layer."""
+    torch.manual_seed(0)
+    model = (Checkpointed if variant == "recomputed" else Wide)()
+    quantize_base(model, "int4", ["up", "down"])
+    add_lora(model, config("up", "down"))
+    filled(model)
+    zero: dict[str, Any] = {"stage": stage, "reduce_at": "micro_step", "stage3_param_persistence_threshold": 0}
+    settings = SETTINGS | {"bf16": {"enabled": True}, "zero_optimization": zero}
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine = zengine.initialize(model=model, model_parameters=trained, config=settings)[0]
+    losses = []
+    for step in range(3):
+        x = batch(2 * step + zengine_world()[0], torch.bfloat16).requires_grad_()
+        engine.backward(engine(x).square().mean())
+        losses.append(engine.step().loss)
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("variant", ["plain", "recomputed"])
+def test_stage_3_has_the_bits_of_stage_0_in_bfloat16(variant: str) -> None:
+    for world in (2, 4):
+        wanted = run_ranks(_train_narrow, world, 0, "plain")
+        assert run_ranks(_train_narrow, world, 3, variant) == wanted
+        assert len(set(wanted[0])) == 3
+
+
+def test_planning_runs_the_model_without_values() -> None:
+    """Forward and backward run on fake tensors, as in `zengine plan`; no dequantized weight is kept."""
+    for format in ("nf4", "int4", "int8", "int4-g64-minmax"):
+        with torch.device("meta"):
+            model = Wide()
+        quantize_base(model, format, ["up", "down"])
+        add_lora(model, config("up", "down"))
+        found = dry_run(model, lambda: torch.zeros(4, 96), device="cpu")
+        plain = dry_run(_adapted_plain(), lambda: torch.zeros(4, 96), device="cpu")
+        assert 0 < found.saved <= plain.saved
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_large_weights_are_dequantized_in_parts(format: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2048, 2051, bias=False))
+    weight = quantize(model[0].weight, format).dequantize()
+    quantize_base(model, format, ["0"])
+    assert torch.equal(model[0].base_weight(), weight)  # type: ignore[operator]
+    x = torch.randn(2, 2048)
+    assert torch.equal(model(x), x @ weight.t())
+
+
+def _adapted_plain() -> Wide:
+    with torch.device("meta"):
+        model = Wide()
+    add_lora(model, config("up", "down"))
+    return model

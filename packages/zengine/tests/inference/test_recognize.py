@@ -6,7 +6,7 @@ import torch
 from small_decoders import HEADS, SIZE, TIME, VOCABULARY, WIDTH, Block, Model, model
 from torch import Tensor, nn
 
-from zengine.adapters import LoRAConfig, add_lora, merged_weights
+from zengine.adapters import LoRAConfig, add_lora, merged_weights, quantize_base
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.quantized import projections
@@ -211,11 +211,13 @@ def test_a_full_slot_raises_and_keeps_what_it_holds() -> None:
         KVCache.create(recognize(model(rotary=False)), 1, TIME + 1)
 
 
-@pytest.mark.parametrize("kind", ["ours", "peft"])
+@pytest.mark.parametrize("kind", ["ours", "peft", "quantized"])
 def test_layers_with_adapters_are_projections_with_merged_weights(kind: str) -> None:
     subject: Any = model()
     names = sorted({name.rpartition(".")[2] for name, each in subject.named_modules() if isinstance(each, nn.Linear)})
-    if kind == "ours":
+    if kind == "quantized":
+        quantize_base(subject, "nf4-g32", names)
+    if kind != "peft":
         add_lora(subject, LoRAConfig(lora_r=2, lora_alpha=1.0, target_mods=names))
     else:
         peft = pytest.importorskip("peft")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import zprecision as zp
-from zprecision.quant.decode import nf4_levels
 
 Normal = Callable[..., Tensor]
 
@@ -129,7 +128,6 @@ def test_torchs_default_dtype_and_device_change_nothing(default: torch.dtype, no
         return [int4.codes, zp.linear(x, zp.pack(int4)), zp.linear(x, weight), nf4.dequantize()]
 
     wanted = results()
-    nf4_levels.cache_clear()
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
@@ -137,7 +135,6 @@ def test_torchs_default_dtype_and_device_change_nothing(default: torch.dtype, no
             found = results()
     finally:
         torch.set_default_dtype(before)
-        nf4_levels.cache_clear()
     assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, wanted))
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from zengine.adapters.config import DEFAULT_TARGETS, LoRAConfig
 from zengine.adapters.update import Update
+from zpartition import is_deferred
 
 __all__ = ["LoRALinear", "add_lora", "is_target", "linear_layers", "put_lora", "replace_layer", "select_layers"]
 
@@ -48,9 +49,10 @@ class LoRALinear(nn.Module):
         self.train(layer.training)
 
     def _add_update(self, rank: int, alpha: float, dropout: float, like: Tensor) -> None:
-        """Draw A (rank, in) as Hu et al. do; B (out, rank) is zero."""
-        self.lora_A = Parameter(like.new_empty(rank, self.in_features))
-        self.lora_B = Parameter(like.new_zeros(self.out_features, rank))
+        """Draw A (rank, in) as Hu et al. do; B (out, rank) is zero.  Beside weights of `zero.Init`: on the host."""
+        device = torch.device("cpu") if is_deferred(self) else like.device
+        self.lora_A = Parameter(like.new_empty(rank, self.in_features, device=device))
+        self.lora_B = Parameter(like.new_zeros(self.out_features, rank, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.rank, self.alpha, self.dropout = rank, alpha, dropout
 

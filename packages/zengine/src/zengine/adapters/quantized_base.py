@@ -27,9 +27,13 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from zengine.adapters.lora import LoRALinear, replace_layer, select_layers
+from zpartition import is_deferred
 from zprecision.quant import Format, QuantizedTensor, format_name, format_named, quantize
 
 __all__ = ["QuantizedBase", "QuantizedLoRALinear", "quantize_base"]
+
+
+_DECODED_NUMEL = 2**22  # elements that are dequantized at a time
 
 
 class CodeParameter(Parameter):
@@ -90,10 +94,18 @@ class QuantizedBase(nn.Module):
         return [getattr(self, name) for name in self._names.values()]
 
     def _decode(self, dtype: torch.dtype, *parts: Tensor) -> Tensor:
-        """Return the weight of the parts' bytes."""
+        """Return the weight of the parts' bytes; a large one by rows, since decoding takes a few times its memory."""
         tensors = {name: part.detach().view(kind) for (name, kind), part in zip(self._dtypes.items(), parts)}
         shape = (self.out_features, self.in_features)
-        return QuantizedTensor(format=self.format, shape=shape, dtype=self.dtype, **tensors).dequantize(dtype)
+        weight = QuantizedTensor(format=self.format, shape=shape, dtype=self.dtype, **tensors)
+        rows = max(1, _DECODED_NUMEL // self.in_features)
+        if rows >= self.out_features:
+            return weight.dequantize(dtype)
+        dense = parts[0].new_empty(shape, dtype=dtype)
+        for start in range(0, self.out_features, rows):
+            part = weight.narrow(0, start, min(rows, self.out_features - start))
+            dense[start : start + rows].copy_(part.dequantize(dtype))
+        return dense
 
 
 @final
@@ -153,10 +165,16 @@ def quantize_base(module: nn.Module, format: Format | str, targets: Sequence[str
     format: "nf4" and "int4" (4 bits), "int8" (8 bits) and others of zprecision, or a value.
     targets: ends of the layers' paths, as `LoRAConfig.target_mods`.
 
-    Raises ValueError, before anything changes, for an unknown format, and for targets that name no linear layer.
+    Raises ValueError, before anything changes, for an unknown format, for targets that name no linear layer, and for
+    a module whose weights `zero.Init` has deferred.
     """
     form = format_named(format) if isinstance(format, str) else format
     layers = select_layers(module, targets)
+    if is_deferred(module):
+        raise ValueError(
+            "the module was built inside zero.Init and has no weights to quantize yet: build and load it outside of "
+            "zero.Init (on one rank at a time, if memory is short), quantize it, and let ZeRO-3 shard the codes"
+        )
     for name, layer in layers:
         if isinstance(layer, QuantizedBase):
             raise ValueError(f"{name} is quantized already: quantize_base() takes plain layers")

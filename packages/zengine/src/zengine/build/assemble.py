@@ -30,7 +30,7 @@ from zengine.build.expert_parallel import check_experts, distribute_experts
 from zengine.build.loaders import check_data, data_features, make_feed, training_loader
 from zengine.build.mpu import check_copies
 from zengine.build.pipeline import check_mesh
-from zengine.build.trainable import check_class_names, trainable_parameters, with_names
+from zengine.build.trainable import check_class_names, check_not_codes, trainable_parameters, with_names
 from zengine.checkpoint.save_load import Checkpoints
 from zengine.checkpoint.saver import BackgroundSaver, BlockingSaver, Saver
 from zengine.config import Plan
@@ -260,6 +260,7 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
         parameters = [{"params": []}]  # this stage has only functions, or tied weights of another stage
     if not parameters and (client.optimizer is not None or plan.optimizer.type):
         raise ValueError(_nothing_to_train_message(module, client, plan))
+    check_not_codes(module, parameters)
     if client.optimizer is not None:
         _warn_unused("optimizer", plan.optimizer.type)
         return _call_maker(client.optimizer, parameters)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zcomm
 from zpartition import pipeline_stages_of
 
-__all__ = ["check_class_names", "dtype_of", "dtypes_of", "trainable_parameters", "with_names"]
+__all__ = ["check_class_names", "check_not_codes", "dtype_of", "dtypes_of", "trainable_parameters", "with_names"]
 
 
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -56,6 +56,21 @@ def with_names(module: nn.Module, parameters: list[Any]) -> list[Any]:
         return names[id(item)], item
 
     return [add_names(item) for item in groups]
+
+
+def check_not_codes(module: nn.Module, parameters: list[Any]) -> None:
+    """Raise ValueError if the optimizer is given codes of quantized weights alone, which have no gradient."""
+    items = [
+        member for each in parameters for member in (_to_list(each["params"]) if isinstance(each, dict) else [each])
+    ]
+    members = [item[-1] if isinstance(item, tuple) else item for item in items]
+    if members and not any(param.is_floating_point() or param.is_complex() for param in members):
+        names = {id(param): name for name, param in module.named_parameters()}
+        raise ValueError(
+            f"the optimizer has nothing to train: {names.get(id(members[0]), 'a tensor')} and all its other "
+            f"parameters are {members[0].dtype}, the codes of quantized weights, which have no gradient. Add "
+            "adapters (zengine.adapters.add_lora), and give their parameters."
+        )
 
 
 def _to_list(params: Any) -> list[Any]:

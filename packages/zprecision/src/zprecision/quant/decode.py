@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Mapping
 
 import torch
@@ -72,16 +73,19 @@ def _six_bits(codes: Tensor) -> Tensor:
     return (nibbles.flatten(-3, -2) | (pairs << 4)).flatten(-4)
 
 
-@functools.cache
 def nf4_levels() -> Tensor:
-    """Return the 16 levels of NF4, ascending, float32.
+    """Return the 16 levels of NF4, ascending, float32, on the CPU; in new memory, which fake tensors need."""
+    return torch.tensor(_nf4_levels(), dtype=torch.float32, device="cpu")
+
+
+@functools.cache
+def _nf4_levels() -> tuple[float, ...]:
+    """Compute the levels in float64.
 
     Quantiles of N(0, 1) at 8 equal steps of probability up to 1 - delta above zero and 7 below, divided by the
     largest; delta keeps the outermost quantiles finite.
     """
-    delta = (1 / 32 + 1 / 30) / 2
-    with torch.device("cpu"):  # kept for all calls, also from the first one under another default
-        upper = torch.special.ndtri(torch.linspace(1 - delta, 0.5, 9, dtype=torch.float64))[:-1]
-        lower = -torch.special.ndtri(torch.linspace(1 - delta, 0.5, 8, dtype=torch.float64))[:-1]
-        levels = torch.cat([lower, torch.zeros(1, dtype=torch.float64), upper.flip(0)])
-    return (levels / levels.abs().max()).float()
+    quantile, outermost = statistics.NormalDist().inv_cdf, 1 - (1 / 32 + 1 / 30) / 2
+    upper, lower = ([quantile(outermost + (0.5 - outermost) * i / n) for i in range(n)] for n in (8, 7))
+    largest = upper[0]
+    return tuple(level / largest for level in (*(-level for level in lower), 0.0, *reversed(upper)))
