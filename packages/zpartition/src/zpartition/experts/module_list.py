@@ -16,7 +16,8 @@ token last, which also saves a tensor: recomputation in activation checkpointing
 Parameters keep their names and identities on all ranks.  A rank's own experts are whole, the others are empty parts
 of the global tensors (Address), so optimizers fit, and checkpoints and exports have the names of the model's code
 and load at any number of expert ranks.  At ZeRO stage 3 the layer is one unit (layout/units.py): which experts run
-depends on data.
+depends on data.  For the same reason backward reads its weights before the first round: a rank that has nothing to
+compute in that round would gather them later than the others.
 
 Rejected.  Stacked parameters and grouped products, as for the other kinds of experts: the user's forward does not
 call them, names would change, and to replace the forward its routing must be known.  Running the forward twice, first
@@ -27,7 +28,7 @@ computation less so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -135,7 +136,7 @@ class _ExpertListLayer(ShardedExpertList):
         device = next(self.parameters()).device
         self.rounds = rounds = _Rounds(self.expert_group, self.shared_experts[0], self.expert_path, device)
         try:
-            return rounds.finish(super().forward(*args, **kwargs))
+            return rounds.finish(super().forward(*args, **kwargs), _one_of_each_storage(self))
         finally:
             self.rounds = None
 
@@ -191,8 +192,8 @@ class _Rounds:
         assert found is not None
         return found
 
-    def finish(self, output: Any) -> Any:
-        """Serve rounds until no rank has a request; `output` is the layer's."""
+    def finish(self, output: Any, weights: Sequence[Tensor]) -> Any:
+        """Serve rounds until no rank has a request; `output` is the layer's, whose backward reads `weights` first."""
         while self._round(_NONE, None) is not None:
             pass
         tensors: list[Tensor] = []
@@ -201,10 +202,10 @@ class _Rounds:
             raise ValueError(
                 f"the layer with {self.path} returned no tensor; return the sum of the experts' outputs."
             )
-        return tree_map_only(Tensor, self._with_token, output)
+        return tree_map_only(Tensor, lambda leaf: self._with_token(leaf, weights), output)
 
-    def _with_token(self, leaf: Tensor) -> Tensor:
-        return _apply(_TakeToken, leaf, self.token) if leaf.is_floating_point() else leaf
+    def _with_token(self, leaf: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return _apply(_TakeToken, leaf, self.token, *weights) if leaf.is_floating_point() else leaf
 
     def _round(self, number: int, x: Tensor | None) -> Tensor | None:
         """Run a round; returns the output of this rank's request, rows of it if it is empty, None after the last."""
@@ -262,6 +263,15 @@ class _Rounds:
         return [row[0] for row in found], [row[3 : 3 + row[2]] for row in found], [row[1] for row in found]
 
 
+def _one_of_each_storage(layer: nn.Module) -> list[Tensor]:
+    """Return a parameter of each memory that holds parameters of `layer`: at stage 3 of each gathered buffer."""
+    found: dict[int, Tensor] = {}
+    for param in layer.parameters():
+        if param.numel():
+            found.setdefault(param.untyped_storage().data_ptr(), param.detach())
+    return list(found.values())
+
+
 def _apply(function: type[Function], *args: Any) -> Tensor:
     found: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return found
@@ -305,11 +315,11 @@ class _TakeToken(Function):
     """Return an output of the layer, whose backward starts that of the last round."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
-        ctx.save_for_backward(token)
+    def forward(ctx: Any, output: Tensor, token: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(token, *weights)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (token,) = ctx.saved_tensors
-        return grad, torch.zeros_like(token)
+        token, *weights = ctx.saved_tensors  # gathers sharded weights
+        return grad, torch.zeros_like(token), *(None for _ in weights)
