@@ -301,7 +301,7 @@ class Block:
         return (*self.attention.projections, self.attention.out, *(each for each in mlp if each is not None))
 
 
-def vocabulary_of(module: nn.Module | None, rows: Tensor) -> int:
+def vocabulary_of(module: object, rows: Tensor) -> int:
     """Return the number of tokens of an embedding, of which `rows` are held here."""
     if isinstance(module, tensor.SplitLayer):
         return module.placement.addresses["weight"].global_shape[0]
