@@ -155,6 +155,12 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "inference/offload.py": {"zpartition": {"disk.DiskOptions", "disk.DiskStore", "disk.Region"}},
     # bytes of quantized weights
     "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
+    # decoders whose layers are split over tensor ranks
+    "inference/structure.py": {"zpartition": {"ModelParallelGroup"}},
+    "inference/calls/path.py": {
+        "zcomm": {"all_gather_object"},
+        "zpartition": {"ModelParallelGroup", "model_parallel_group_of"},
+    },
     # one token on all tensor ranks
     "inference/calls/transformers_style.py": {
         "zcomm": {"broadcast"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -18,11 +20,13 @@ from zprecision.decoding import (
     FusedCache,
     FusedDecoder,
     FusedHead,
+    FusedJoin,
     FusedMixture,
     FusedMLP,
     FusedNorm,
     FusedProjection,
     FusedRotary,
+    FusedSum,
     unsupported,
 )
 
@@ -158,6 +162,112 @@ def test_plain_weights_of_all_dtypes_and_orders_are_read_where_they_lie(
         alone = subject.run(x[-1:].contiguous(), [0], [0], range(0), with_head=True)
         assert alone is not None
         assert torch.equal(alone[0], first[-1])
+
+
+class Exchange:
+    """Two ranks, as threads."""
+
+    def __init__(self) -> None:
+        self.barrier, self.mail = threading.Barrier(2, timeout=60), [torch.empty(0), torch.empty(0)]
+
+    def swap(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.mail[rank] = x.clone()
+        self.barrier.wait()
+        both = list(self.mail)
+        self.barrier.wait()
+        return both
+
+    def total(self, rank: int) -> FusedSum:
+        return FusedSum(lambda x: x.copy_(sum(self.swap(rank, x))))
+
+    def join(self, rank: int) -> FusedJoin:
+        both = lambda x: torch.cat(self.swap(rank, x), -1)  # noqa: E731
+        return FusedJoin(both, both)
+
+
+def cut(projection: FusedProjection, dim: int, first: int, end: int, *, with_bias: bool = True) -> FusedProjection:
+    weight = projection.weight
+    part = weight[first:end] if dim == 0 else weight[:, first:end].contiguous()
+    bias = projection.bias
+    if dim == 0 and bias is not None:
+        bias = bias[first:end]
+    return FusedProjection(part, bias if with_bias else None)
+
+
+def packed(subject: FusedBlock, form: Any) -> FusedBlock:
+    """The block with quantized projections."""
+
+    def narrow(each: FusedProjection) -> FusedProjection:
+        return attrs.evolve(each, weight=zp.pack(zp.quantize(each.weight, form)))
+
+    attention = attrs.evolve(
+        subject.attention,
+        projections=tuple(map(narrow, subject.attention.projections)),
+        out=narrow(subject.attention.out),
+    )
+    mlp = attrs.evolve(subject.mlp, up=narrow(subject.mlp.up), down=narrow(subject.mlp.down))
+    return attrs.evolve(subject, attention=attention, mlp=mlp)
+
+
+def half(whole: FusedBlock, rank: int, exchange: Exchange, joins: bool) -> FusedBlock:
+    """Heads 0 to 3 of five, or the others; 48 or 24 features of the MLP."""
+    heads, grown = ((0, 3), (0, 48)) if rank == 0 else ((3, 5), (48, 72))
+    rows, own = (heads[0] * SIZE, heads[1] * SIZE), (0, 16) if rank == 0 else (16, WIDTH)
+    attention, mlp, kept = whole.attention, whole.mlp, cache(torch.float32)
+    out = cut(attention.out, 0, *own) if joins else cut(attention.out, 1, *rows, with_bias=rank == 0)
+    down = cut(mlp.down, 0, *own) if joins else cut(mlp.down, 1, *grown, with_bias=rank == 0)
+    num = heads[1] - heads[0]
+    ranks = exchange.join(rank) if joins else exchange.total(rank)
+    return attrs.evolve(
+        whole,
+        attention=attrs.evolve(
+            attention,
+            projections=tuple(cut(each, 0, *rows) for each in attention.projections),
+            out=out,
+            num_heads=num,
+            num_kv_heads=num,
+        ),
+        mlp=attrs.evolve(mlp, up=cut(mlp.up, 0, *grown), down=down),
+        out_ranks=ranks,
+        down_ranks=ranks,
+        cache=FusedCache(keys=kept.keys[:, :num].contiguous(), values=kept.values[:, :num].contiguous()),
+    )
+
+
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_two_ranks_compute_what_one_computes(form: str | None, joins: bool, has_norms: bool) -> None:
+    if form and not joins:
+        return  # cuts of columns at 24 are within groups of 32
+    plain = block()
+    if has_norms:
+        norms = {name: norm(WIDTH, WIDTH) for name in ("norm", "out_norm", "mlp_norm", "mlp_out_norm")}
+        plain = attrs.evolve(plain, **norms)
+    given, exchange = zp.format_named(form) if form else None, Exchange()
+
+    def run(*blocks: FusedBlock) -> tuple[Tensor, Tensor]:
+        subject = FusedDecoder(blocks, head(), width=WIDTH, capacity=CAPACITY)
+        x = draw(2, WIDTH, seed=7)
+        for position in range(3):
+            logits = subject.run(x, [2, 0], [position] * 2, range(len(blocks)), with_head=True)
+        assert logits is not None
+        return x, logits
+
+    def kind(each: FusedBlock) -> FusedBlock:
+        return packed(each, given) if given else each
+
+    other = attrs.evolve(plain, cache=cache(torch.float32))
+    wanted = run(kind(plain), kind(other))
+    parts = [[kind(half(each, rank, exchange, joins)) for each in (plain, other)] for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda blocks: run(*blocks), parts))
+    for pair in found:
+        for each, expected in zip(pair, wanted, strict=True):
+            if joins:
+                assert torch.equal(each, expected)
+            else:
+                assert float((each - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 def test_only_the_position_of_the_token_is_written() -> None:

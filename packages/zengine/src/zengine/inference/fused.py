@@ -33,7 +33,9 @@ from zengine.inference.structure import (
     Mixture,
     MLPInput,
     Norm,
+    Over,
     Projection,
+    Ranks,
     Rotary,
     RotaryStyle,
 )
@@ -95,6 +97,7 @@ class Fusion:
     report: FusionReport
     parts: tuple[Part, ...]
     kernels: decoding.FusedDecoder | None  # None: nothing is fused
+    head_ranks: Ranks | None = None  # over which the vocabulary is split
 
     most_sequences = decoding.MOST_SEQUENCES  # of one run
 
@@ -127,7 +130,7 @@ class Fusion:
                 capacity=cache.capacity,
             )
         parts = _parts(len(decoder.blocks), tuple(made), with_head=HEAD not in reasons)
-        return cls(FusionReport(fused=fused, reasons=reasons), parts, kernels)
+        return cls(FusionReport(fused=fused, reasons=reasons), parts, kernels, decoder.head.projection.ranks)
 
     @property
     def is_current(self) -> bool:
@@ -138,7 +141,8 @@ class Fusion:
         """Advance (n, width) float32 in place; return the logits, (n, vocabulary), if the part has the head."""
         assert self.kernels is not None
         assert part.fused is not None
-        return self.kernels.run(x, slots, positions, part.fused, with_head=part.with_head)
+        logits = self.kernels.run(x, slots, positions, part.fused, with_head=part.with_head)
+        return logits if logits is None or self.head_ranks is None else self.head_ranks.join_outputs(logits)
 
 
 def _parts(num_blocks: int, fused: Sequence[int], *, with_head: bool) -> tuple[Part, ...]:
@@ -186,6 +190,8 @@ def _block(decoder: Decoder, index: int, cache: KVCache, tables: Tables) -> deco
         mlp_out_norm=_norm(block.mlp_out_norm, width),
         attention_factor=block.attention_factor,
         mlp_factor=block.mlp_factor,
+        out_ranks=_ranks(block.attention.out),
+        down_ranks=_down_ranks(block.mlp),
         cache=decoding.FusedCache(
             keys=cache.keys[index],
             values=cache.values[index],
@@ -193,6 +199,27 @@ def _block(decoder: Decoder, index: int, cache: KVCache, tables: Tables) -> deco
             value_scales=cache.value_scales[index] if cache.value_scales else None,
         ),
     )
+
+
+def _ranks(projection: Projection) -> decoding.FusedSum | decoding.FusedJoin | None:
+    """Return how ranks exchange what the last projection of attention or MLP reads and gives."""
+    ranks = projection.ranks
+    if ranks is None:
+        return None
+    if ranks.over is Over.COLUMNS:
+        return decoding.FusedSum(ranks.add_up)
+    if ranks.over is Over.ROWS:
+        return decoding.FusedJoin(ranks.join_inputs, ranks.join_outputs)
+    raise _NotFusedError(f"{projection.name} is split by outputs, of an input that all ranks have")
+
+
+def _down_ranks(mlp: MLP | Mixture) -> decoding.FusedSum | decoding.FusedJoin | None:
+    if isinstance(mlp, MLP):
+        return _ranks(mlp.down)
+    mlps = (*mlp.experts, *(() if mlp.shared is None else (mlp.shared,)))
+    if any(each.down.ranks is not None for each in mlps):
+        raise _NotFusedError("its experts are split over ranks")
+    return None
 
 
 def _head(decoder: Decoder) -> decoding.FusedHead:
@@ -260,7 +287,10 @@ def _mixture(mixture: Mixture) -> decoding.FusedMixture:
 
 
 def _projection(projection: Projection) -> decoding.FusedProjection:
-    return decoding.FusedProjection(projection.weight, projection.bias)
+    ranks, bias = projection.ranks, projection.bias
+    if ranks is not None and ranks.over is Over.COLUMNS and ranks.group.rank:
+        bias = None  # one rank's term of the sum has it
+    return decoding.FusedProjection(projection.weight, bias)
 
 
 def _norm(norm: Norm | None, size: int) -> decoding.FusedNorm | None:

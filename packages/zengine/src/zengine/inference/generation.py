@@ -149,7 +149,7 @@ def _sample(events: Sequence[TokenEvent]) -> Sample:
 
 
 def _check(steps: CachedPass, requests: Sequence[Request], decode: Decode | None) -> None:
-    capacity, vocabulary = steps.cache.capacity, steps.decoder.embedding.tokens.shape[0]
+    capacity, vocabulary = steps.cache.capacity, steps.decoder.embedding.vocabulary
     for index, request in enumerate(requests):
         length, new = len(request.prompt), request.sampling.max_new_tokens
         if length + new - 1 > capacity:

@@ -25,7 +25,19 @@ from zengine.adapters.merging import computed_weight
 from zengine.inference.attend import attend, causal_mask
 from zengine.inference.observe import Call
 from zengine.inference.quantized_modules import QuantizedLinear
-from zengine.inference.structure import MLP, Attention, FusedQKV, Norm, Projection, Rotary, RotaryStyle, Unary
+from zengine.inference.structure import (
+    MLP,
+    Attention,
+    FusedQKV,
+    Norm,
+    Over,
+    Projection,
+    Ranks,
+    Rotary,
+    RotaryStyle,
+    Unary,
+)
+from zpartition import tensor
 
 __all__ = [
     *("ACTIVATIONS", "Constants", "closest", "equal", "match_activation", "match_attention", "match_mlp"),
@@ -101,6 +113,8 @@ class Constants:
 
 def projection(call: Call) -> Projection | None:
     """Return the projection that a call computes; None if its module is no linear layer."""
+    if isinstance(call.module, tensor.SplitLayer):
+        return _split_projection(call.name, call.module)
     weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
     if (dense := computed_weight(call.module)) is not None:
         return Projection(call.name, dense, bias if isinstance(bias, Tensor) else None)
@@ -115,6 +129,26 @@ def projection(call: Call) -> Projection | None:
             if equal(found(call.input.to(weight.dtype)), call.output):
                 return found
     return None
+
+
+def _split_projection(name: str, layer: tensor.SplitLayer) -> Projection | None:
+    """Return the projection of a layer that is split over ranks; None if it cuts its own inputs."""
+    held: Any = layer
+    kernel, placement = getattr(layer, "kernel", None), layer.placement
+    weight, bias = (kernel() if callable(kernel) else held.weight), getattr(layer, "bias", None)
+    ranks: Ranks | None = None
+    if isinstance(layer, tensor.ColumnForward):
+        if placement.is_joined:
+            ranks = Ranks(Over.OUTPUTS, layer.mp_group, output_sizes=placement.sizes)
+    elif placement.is_joined:
+        return None
+    elif isinstance(layer, tensor.RowForward):
+        ranks = Ranks(Over.COLUMNS, layer.mp_group, placement.sizes)
+    elif isinstance(layer, tensor.GatheredForward):
+        ranks = Ranks(Over.ROWS, layer.mp_group, placement.sizes, placement.output_sizes)
+    else:
+        return None
+    return Projection(name, weight, bias, ranks)
 
 
 def match_norm(call: Call) -> Norm | None:
@@ -260,7 +294,7 @@ def match_attention(
     """
     projections = tuple(each for call in qkv if (each := projection(call)) is not None)
     out_projection, wanted = projection(out), out.input
-    if out_projection is None or len(projections) != len(qkv):
+    if out_projection is None or len(projections) != len(qkv) or any(each.ranks for each in projections):
         return None
     wanted = wanted.reshape(qkv[0].output.shape[0], qkv[0].output.shape[1], -1)
     matched_norms = [made for call in norms if (made := match_norm(call)) is not None]

@@ -265,6 +265,11 @@ def _present_weight(
         return layer.weight
     own = layer.weight
     assert isinstance(own, Tensor)
+    if isinstance(layer, tensor.SplitLayer):
+        kernel = getattr(layer, "kernel", None)
+        own = kernel() if callable(kernel) else own
+        same = isinstance(held, Tensor) and held.data_ptr() == own.data_ptr() and held.dtype == own.dtype
+        return held if same else own
     if not isinstance(held, Tensor):
         return own if tuple(own.shape) == tuple(held.shape) else own.t()
     if held.data_ptr() == own.data_ptr() and held.dtype == own.dtype:

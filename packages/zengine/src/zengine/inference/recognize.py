@@ -34,7 +34,19 @@ from zengine.inference.experts.match import match_mixture
 from zengine.inference.matching import Constants, RotaryTables, closest, equal, match_norm, projection
 from zengine.inference.observe import Call, observe, tensors_in
 from zengine.inference.quantized_modules import QuantizedLinear
-from zengine.inference.structure import MLP, Attention, Block, Decoder, Embedding, Head, Mixture, MLPInput, Norm
+from zengine.inference.structure import (
+    MLP,
+    Attention,
+    Block,
+    Decoder,
+    Embedding,
+    Head,
+    Mixture,
+    MLPInput,
+    Norm,
+    vocabulary_of,
+)
+from zpartition import tensor
 
 __all__ = ["NotRecognized", "recognize", "run_module"]
 
@@ -78,7 +90,9 @@ def recognize(
     if embedding is None:
         raise NotRecognized(f"{type(model).__name__} has no embedding of tokens")
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, embedding.num_embeddings, (1, num_tokens), generator=generator).to(embedding.weight.device)
+    ids = torch.randint(0, vocabulary_of(embedding, embedding.weight), (1, num_tokens), generator=generator).to(
+        embedding.weight.device
+    )
     calls, logits = observe(model, lambda: run(model, ids))
     parts = parts_of_adapters(model)  # a layer with adapters is one projection, with the merged weight
     calls = [call for call in calls if call.name not in parts]
@@ -139,14 +153,14 @@ class _Recognition:
         if not tokens:
             raise NotRecognized("no embedding reads the token ids before the first block")
         weight: Tensor = tokens[0].module.weight  # type: ignore[assignment]
+        lookup = tokens[0].module if isinstance(tokens[0].module, tensor.SplitLayer) else None
+        rows = weight[self.ids] if lookup is None else tokens[0].output
         positions = torch.arange(self.ids.shape[1], device=self.ids.device).unsqueeze(0)
         norms = [None, *(made for call in before if (made := match_norm(call)) is not None)]
-        factors = dict.fromkeys(
-            [1.0, *_ratios(first.input, weight[self.ids]), *_ratios(tokens[0].output, weight[self.ids])]
-        )
+        factors = dict.fromkeys([1.0, *_ratios(first.input, rows), *_ratios(tokens[0].output, rows)])
         learnt = [(None, 0), *(place for call in called if call is not tokens[0] for place in _places(call))]
         forms = [
-            Embedding(tokens=weight, factor=factor, positions=table, offset=offset, norm=norm)
+            Embedding(tokens=weight, lookup=lookup, factor=factor, positions=table, offset=offset, norm=norm)
             for (table, offset), factor, norm in itertools.product(learnt, factors, norms)
         ]
         found = closest(first.input, ((form, functools.partial(form, self.ids, positions)) for form in forms))

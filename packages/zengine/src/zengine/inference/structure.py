@@ -14,14 +14,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zpartition import ModelParallelGroup, tensor
 from zprecision.quant import PackedTensor, QuantizedTensor, linear, linear_many
 
 __all__ = [
     *("MLP", "Attention", "Block", "Decoder", "Embedding", "FusedQKV", "Head", "MLPInput", "Mixture", "Norm"),
-    *("Projection", "Rotary", "RotaryStyle"),
+    *("Over", "Projection", "Ranks", "Rotary", "RotaryStyle", "vocabulary_of"),
 ]
 
 Unary = Callable[[Tensor], Tensor]
+
+
+class Over(enum.Enum):
+    """Part of a projection that a tensor-parallel rank holds, beside the rows of a plain projection."""
+
+    COLUMNS = "columns"  # and its features of the input: what ranks give is summed
+    ROWS = "rows"  # the features of all ranks are joined before, and what they give after
+    OUTPUTS = "outputs"  # rows, of an input that all have: what they give is joined
+
+
+@attrs.frozen(eq=False)
+class Ranks:
+    """Tensor-parallel ranks that hold the other parts of a projection.  All functions are collective."""
+
+    over: Over
+    group: ModelParallelGroup
+    input_sizes: tuple[int, ...] = ()  # features of each rank
+    output_sizes: tuple[int, ...] = ()  # rows of each rank
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum of x over ranks, in place."""
+        return tensor.reduce(x, self.group)
+
+    def join_inputs(self, x: Tensor) -> Tensor:
+        """Return (..., features of all ranks)."""
+        return tensor.join_features(x, self.group, self.input_sizes)
+
+    def join_outputs(self, x: Tensor) -> Tensor:
+        """Return (..., rows of all ranks)."""
+        return tensor.join_features(x, self.group, self.output_sizes)
 
 
 @attrs.frozen(eq=False)
@@ -31,9 +62,19 @@ class Projection:
     name: str  # of the module
     weight: Tensor | QuantizedTensor | PackedTensor  # (out, in)
     bias: Tensor | None = None  # (out,)
+    ranks: Ranks | None = None  # over which it is split; None: weight and bias are all that there is here
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (..., in).  Returns (..., out)."""
+        ranks = self.ranks
+        if ranks is None:
+            return self._product(x)
+        if ranks.over is Over.COLUMNS:
+            total = ranks.add_up(attrs.evolve(self, bias=None, ranks=None)(x).clone())
+            return total if self.bias is None else total + self.bias
+        return ranks.join_outputs(self._product(ranks.join_inputs(x) if ranks.over is Over.ROWS else x))
+
+    def _product(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
             return F.linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
@@ -260,15 +301,28 @@ class Block:
         return (*self.attention.projections, self.attention.out, *(each for each in mlp if each is not None))
 
 
+def vocabulary_of(module: object, rows: Tensor) -> int:
+    """Return the number of tokens of an embedding, of which `rows` are held here."""
+    if isinstance(module, tensor.SplitLayer):
+        return module.placement.addresses["weight"].global_shape[0]
+    return rows.shape[0]
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Embedding:
     """factor * tokens[id] + positions[position + offset], then perhaps a norm."""
 
-    tokens: Tensor  # (vocabulary, width)
+    tokens: Tensor  # (vocabulary, width); if it is split over ranks, some of the rows
+    lookup: nn.Module | None = None  # that looks up the rows of all ranks; None: `tokens` has all
     factor: float = 1.0
     positions: Tensor | None = None  # (positions, width)
     offset: int = 0
     norm: Norm | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens, on all ranks."""
+        return vocabulary_of(self.lookup, self.tokens)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids, positions: (batch, time) int64.  Returns (batch, time, width)."""
@@ -277,7 +331,7 @@ class Embedding:
 
     def summed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return what the norm reads."""
-        x = F.embedding(ids, self.tokens)
+        x: Tensor = F.embedding(ids, self.tokens) if self.lookup is None else self.lookup(ids)
         if self.factor != 1.0:
             x = x * self.factor
         if self.positions is not None:

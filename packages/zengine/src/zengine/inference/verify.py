@@ -52,7 +52,7 @@ def verify(
     Raises NotRecognized if they differ by more than the tolerance of the weights' dtype, or of quantized weights.
     """
     num_tokens = _fitting(decoder, model, num_tokens)
-    vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
+    vocabulary, device = decoder.embedding.vocabulary, decoder.embedding.tokens.device
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
         wanted = run(model, ids)[0].double()
@@ -70,7 +70,7 @@ def _verify_long(
 ) -> None:
     """Compare a long prompt and the last tokens one by one: windows and positions may only show there."""
     num_tokens = _fitting(decoder, model, longest)
-    vocabulary, device = decoder.embedding.tokens.shape[0], decoder.embedding.tokens.device
+    vocabulary, device = decoder.embedding.vocabulary, decoder.embedding.tokens.device
     ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
         wanted = run(model, ids)[0].double()

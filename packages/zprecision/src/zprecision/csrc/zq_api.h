@@ -115,6 +115,7 @@ typedef struct {
   float scale, softcap, attention_factor, mlp_factor;
   int32_t cache_dtype, is_neighbours;
   int32_t mlp_input; /* 0: residual, 1: the block's input, 2: what the attention reads */
+  int32_t out_split, down_split; /* of the last projections over ranks: 0 no; 1 by columns; 2 by rows */
 } zq_block;
 
 typedef struct {
@@ -123,17 +124,22 @@ typedef struct {
   zq_norm norm;        /* after the last block */
   zq_projection head;
   float head_factor, head_softcap;
-  int32_t is_split; /* attention and MLP give terms of a sum over ranks: they stay in `written`, for the caller */
 } zq_decoder;
 
-/* A block is three stages: attention; MLP; the addition of what the MLP gave.  A decoder that is not split does the
- * last within the second. */
+/* A block is five stages: heads; their projection; what the MLP's last projection reads; that projection; the addition
+ * of what it gives.  Between stages the caller exchanges with other ranks what is split.
+ *
+ * By columns: `written` has terms of a sum over ranks after the projection, and the sum before the next stage.
+ * By rows: `part`, (tokens, own columns), has this rank's activations before the projection, `whole` has those of all
+ * ranks when it begins; then `part`, (tokens, own rows), has what it gives, and `written` that of all ranks. */
 typedef struct {
   int64_t first_stage, end_stage, tokens; /* stages of all blocks are counted through */
   const int64_t *slots, *positions; /* (tokens,): different slots; a position is the length of the sequence before */
   float *x;                         /* (tokens, width): input of the first block, output of the last */
   float *logits;                    /* (tokens, rows of the head), or NULL */
-  float *written;                   /* (tokens, width), of a decoder that is split; kept from call to call */
+  float *written;                   /* (tokens, width); NULL: nothing is split */
+  float *part;
+  const float *whole;
   void *scratch;                    /* zq_step_bytes; kept from call to call */
 } zq_step;
 

@@ -23,8 +23,8 @@
  *   grow       32 rows of an expert     for its tokens
  *   shrink     16 rows        of all chosen experts: a token's terms are added in the order of the experts
  *
- * A decoder whose weights are split over ranks runs up to where terms of a sum over ranks are in `written`, and goes on
- * when the caller has added them.
+ * A decoder whose weights are split over ranks runs up to where ranks exchange activations, and goes on when the caller
+ * has done so; products by rows of a split projection have the bits of the whole one.
  *
  * A unit reads whole rows of weights for all tokens, so weights are read once for all.  No sum crosses a unit, and
  * every sum has one order: results depend neither on threads nor on the other tokens.
@@ -48,6 +48,7 @@ static const zq_layer_kernels *const layers[] = {&zq_layers_base};
 #endif
 
 enum { INPUT_RESIDUAL, INPUT_BLOCK, INPUT_SOURCE };
+enum { SPLIT_COLUMNS = 1, SPLIT_ROWS };
 enum { ACT_EXP = 7 }; /* of zq_activate */
 
 /* Units of a phase that were claimed, and that are done. */
@@ -120,7 +121,7 @@ static activations reserve_activations(arena *a, int64_t tokens, int64_t columns
   return x;
 }
 
-static int64_t num_phases(const zq_decoder *d) { return 12 * d->num_blocks + 2; }
+static int64_t num_phases(const zq_decoder *d) { return 15 * d->num_blocks + 2; }
 
 static int64_t most_runs(const zq_decoder *d) { return (d->capacity + ZQ_RUN - 1) / ZQ_RUN; }
 
@@ -131,12 +132,15 @@ typedef struct {
   int64_t grown, routed, top_k, expert_grown;
 } mlp_sizes;
 
+/* What an MLP's last projection reads, of this rank. */
+static int64_t own_grown(const zq_mlp *m) { return m->has_gate == 2 ? m->up.matrix.rows / 2 : m->up.matrix.rows; }
+
 static mlp_sizes sizes_of(const zq_decoder *d) {
   mlp_sizes found = {0, 0, 0, 0};
   for (const zq_block *b = d->blocks; b < d->blocks + d->num_blocks; b++) {
     const zq_mixture *m = b->mixture;
     const zq_mlp *all = m ? m->experts + m->num_experts : &b->mlp; /* for all tokens */
-    if (!m || m->has_shared) found.grown = larger(found.grown, all->down.columns);
+    if (!m || m->has_shared) found.grown = larger(found.grown, larger(all->down.columns, own_grown(all)));
     if (!m) continue;
     found.routed = larger(found.routed, m->num_experts + 1);
     found.top_k = larger(found.top_k, m->top_k);
@@ -152,7 +156,7 @@ static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threa
   arena a = {memory, 0};
   for (const zq_block *b = d->blocks; b < d->blocks + d->num_blocks; b++) {
     row = larger(row, row_of(b));
-    mixed = larger(mixed, b->out.columns);
+    mixed = larger(mixed, larger(b->out.columns, b->num_heads * b->head_size));
     partial = larger(partial, b->num_heads * ZQ_PARTIAL_FLOATS(b->head_size));
     s->scratch_floats = larger(s->scratch_floats,
                                ZQ_ATTENTION_FLOATS(b->head_size, b->num_heads / b->num_kv_heads));
@@ -172,7 +176,7 @@ static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threa
     s->routed = reserve(&a, tokens * s->routed_stride * 4);
   }
   s->rows = reserve(&a, tokens * s->row_stride * 4);
-  if (!d->is_split) s->written = reserve(&a, tokens * d->width * 4);
+  s->written = reserve(&a, tokens * d->width * 4);
   s->partials = reserve(&a, tokens * partial * s->most_runs * 4);
   s->scratch = reserve(&a, num_threads * s->scratch_floats * 4);
   return a.used;
@@ -278,35 +282,68 @@ static int64_t units_of(int64_t rows, int64_t each) { return (rows + each - 1) /
 typedef void phase(step *s, int64_t from, int64_t to, int thread);
 
 /* Whether what attention or MLP give is kept until all rows are there: for a norm, or a sum over ranks. */
-static int is_kept(const step *s, const zq_norm *norm) { return norm->size || s->decoder->is_split; }
+static int is_kept(const zq_norm *norm, int split) { return norm->size || split; }
+
+/* The end of attention or MLP. */
+typedef struct {
+  const zq_projection *last;
+  const zq_norm *norm;
+  int64_t rows; /* that this rank gives */
+  float factor;
+  int split;
+} ending;
+
+static ending attention_end(const step *s) {
+  const zq_block *b = s->block;
+  const int64_t rows = b->out_split == SPLIT_ROWS ? b->out.matrix.rows : s->decoder->width;
+  return (ending){&b->out, &b->out_norm, rows, b->attention_factor, b->out_split};
+}
+
+static ending mlp_end(const step *s) {
+  const zq_block *b = s->block;
+  const int64_t rows = b->down_split == SPLIT_ROWS ? b->mlp.down.matrix.rows : s->decoder->width;
+  return (ending){&b->mlp.down, &b->mlp_out_norm, rows, b->mlp_factor, b->down_split};
+}
 
 /* Add elements [first, first + count) of all tokens to the residual stream, or keep them. */
-static void emit(step *s, const zq_norm *norm, float factor, int64_t first, int64_t count, float (*values)[ZQ_WIDE]) {
+static void emit(step *s, const ending *end, int64_t first, int64_t count, float (*values)[ZQ_WIDE]) {
   const int64_t width = s->decoder->width;
   for (int64_t token = 0; token < s->given->tokens; token++)
-    if (is_kept(s, norm))
+    if (end->split == SPLIT_ROWS)
+      memcpy(s->given->part + token * end->rows + first, values[token], (size_t)count * 4);
+    else if (is_kept(end->norm, end->split))
       memcpy(s->written + token * width + first, values[token], (size_t)count * 4);
     else
-      s->layers->add(s->given->x + token * width + first, values[token], factor, count);
+      s->layers->add(s->given->x + token * width + first, values[token], end->factor, count);
 }
 
 /* Add a product of all tokens to the residual stream. */
-static void add_rows(step *s, const zq_projection *p, const activations *x, const zq_norm *norm, float factor,
-                     int64_t from, int64_t to) {
+static void add_rows(step *s, const ending *end, const activations *x, int64_t from, int64_t to) {
   float values[16][ZQ_WIDE];
-  const int64_t width = s->decoder->width;
   for (int64_t unit = from; unit < to; unit++) {
-    int64_t first = unit * ZQ_PANEL, count = width - first < ZQ_PANEL ? width - first : ZQ_PANEL;
-    product_rows(s, p, x, first, count, values);
-    emit(s, norm, factor, first, count, values);
+    int64_t first = unit * ZQ_PANEL, count = end->rows - first < ZQ_PANEL ? end->rows - first : ZQ_PANEL;
+    product_rows(s, end->last, x, first, count, values);
+    emit(s, end, first, count, values);
   }
 }
 
-static void norm_and_add(step *s, const zq_norm *norm, int64_t token, float factor) {
+static void norm_and_add(step *s, const ending *end, int64_t token) {
   const int64_t width = s->decoder->width;
-  if (!is_kept(s, norm)) return;
-  if (norm->size) s->layers->norm(norm, s->written + token * width, s->written + token * width);
-  s->layers->add(s->given->x + token * width, s->written + token * width, factor, width);
+  float *row = s->written + token * width;
+  if (!is_kept(end->norm, end->split)) return;
+  if (end->norm->size) s->layers->norm(end->norm, row, row);
+  s->layers->add(s->given->x + token * width, row, end->factor, width);
+}
+
+/* This rank's activations of a token for the caller. */
+static void give_part(const step *s, const activations *x, int64_t token, int64_t columns) {
+  memcpy(s->given->part + token * columns, x->floats + token * x->stride, (size_t)columns * 4);
+}
+
+/* Those of all ranks. */
+static void take_whole(const step *s, const activations *x, int64_t token, const zq_projection *reader) {
+  memcpy(x->floats + token * x->stride, s->given->whole + token * reader->columns, (size_t)reader->columns * 4);
+  finish_row(s, x, token, reader->columns, reader->dtype < 0);
 }
 
 /* The row of a token in `into`: `from`, normalized if there is a norm. */
@@ -431,28 +468,37 @@ static void merge(step *s, int64_t from, int64_t to, int thread) {
     float *out = s->attended.floats + token * s->attended.stride;
     for (int64_t head = 0; head < b->num_heads; head++)
       s->layers->merge(partials_at(s, token, head), runs, b->head_size, out + head * b->head_size);
-    finish_row(s, &s->attended, token, b->out.columns, b->out.dtype < 0);
+    if (b->out_split == SPLIT_ROWS)
+      give_part(s, &s->attended, token, b->num_heads * b->head_size);
+    else
+      finish_row(s, &s->attended, token, b->out.columns, b->out.dtype < 0);
   }
 }
 
-static void output(step *s, int64_t from, int64_t to, int thread) {
-  const zq_block *b = s->block;
+static void take_attended(step *s, int64_t from, int64_t to, int thread) {
   (void)thread;
-  add_rows(s, &b->out, &s->attended, &b->out_norm, b->attention_factor, from, to);
+  for (int64_t token = from; token < to; token++) take_whole(s, &s->attended, token, &s->block->out);
+}
+
+static void output(step *s, int64_t from, int64_t to, int thread) {
+  const ending end = attention_end(s);
+  (void)thread;
+  add_rows(s, &end, &s->attended, from, to);
 }
 
 static void mlp_inputs(step *s, int64_t from, int64_t to, int thread) {
   const zq_block *b = s->block;
+  const ending end = attention_end(s);
   (void)thread;
   for (int64_t token = from; token < to; token++) {
-    norm_and_add(s, &b->out_norm, token, b->attention_factor);
+    norm_and_add(s, &end, token);
     if (b->mlp_input == INPUT_RESIDUAL) mlp_row(s, s->given->x + token * s->decoder->width, token);
   }
 }
 
 /* 32 rows of gate and up of an MLP for all tokens of x. */
 static void grow_rows(step *s, const zq_mlp *m, const activations *x, const activations *grown, int64_t unit) {
-  const int64_t size = m->down.columns, up_at = m->has_gate == 2 ? size : 0;
+  const int64_t size = own_grown(m), up_at = m->has_gate == 2 ? size : 0;
   const int64_t first = unit * ZQ_WIDE, count = size - first < ZQ_WIDE ? size - first : ZQ_WIDE;
   float gate[16][ZQ_WIDE], up[16][ZQ_WIDE];
   if (m->has_gate) product_rows(s, &m->gate, x, first, count, gate);
@@ -461,7 +507,7 @@ static void grow_rows(step *s, const zq_mlp *m, const activations *x, const acti
     float *out = grown->floats + token * grown->stride + first;
     s->layers->activate(m->act, m->has_gate ? gate[token] : up[token], m->has_gate ? up[token] : NULL, out, count);
     if (first + count == size) pad_floats(grown, token, size);
-    if (m->down.dtype < 0) quantize_blocks(s, grown, token, first, ZQ_WIDE, size);
+    if (m->down.dtype < 0 && size == m->down.columns) quantize_blocks(s, grown, token, first, ZQ_WIDE, size);
   }
 }
 
@@ -471,10 +517,20 @@ static void grow(step *s, int64_t from, int64_t to, int thread) {
   for (int64_t unit = from; unit < to; unit++) grow_rows(s, &b->mlp, &s->mlp_input, &s->grown, unit);
 }
 
-static void shrink(step *s, int64_t from, int64_t to, int thread) {
-  const zq_block *b = s->block;
+static void give_grown(step *s, int64_t from, int64_t to, int thread) {
   (void)thread;
-  add_rows(s, &b->mlp.down, &s->grown, &b->mlp_out_norm, b->mlp_factor, from, to);
+  for (int64_t token = from; token < to; token++) give_part(s, &s->grown, token, own_grown(&s->block->mlp));
+}
+
+static void take_grown(step *s, int64_t from, int64_t to, int thread) {
+  (void)thread;
+  for (int64_t token = from; token < to; token++) take_whole(s, &s->grown, token, &s->block->mlp.down);
+}
+
+static void shrink(step *s, int64_t from, int64_t to, int thread) {
+  const ending end = mlp_end(s);
+  (void)thread;
+  add_rows(s, &end, &s->grown, from, to);
 }
 
 /* Mixtures of experts -------------------------------------------------------------------------------------- */
@@ -600,8 +656,8 @@ static int64_t grow_units(const step *s) {
 }
 
 static void shrink_experts(step *s, int64_t from, int64_t to, int thread) {
-  const zq_block *b = s->block;
-  const zq_mixture *m = b->mixture;
+  const zq_mixture *m = s->block->mixture;
+  const ending end = mlp_end(s);
   const int64_t width = s->decoder->width;
   float values[16][ZQ_WIDE], sums[16][ZQ_WIDE];
   (void)thread;
@@ -619,13 +675,14 @@ static void shrink_experts(step *s, int64_t from, int64_t to, int thread) {
       for (int64_t token = 0; token < s->given->tokens; token++)
         s->layers->add(sums[token], values[token], s->routed[token * s->routed_stride + m->num_experts], count);
     }
-    emit(s, &b->mlp_out_norm, b->mlp_factor, first, count, sums);
+    emit(s, &end, first, count, sums);
   }
 }
 
 static void mlp_norms(step *s, int64_t from, int64_t to, int thread) {
+  const ending end = mlp_end(s);
   (void)thread;
-  for (int64_t token = from; token < to; token++) norm_and_add(s, &s->block->mlp_out_norm, token, s->block->mlp_factor);
+  for (int64_t token = from; token < to; token++) norm_and_add(s, &end, token);
 }
 
 static void last_norm(step *s, int64_t from, int64_t to, int thread) {
@@ -685,7 +742,7 @@ static void share(step *s, phase *work, int64_t total, int thread) {
   for (int spins = 0; __atomic_load_n(&p->done, __ATOMIC_ACQUIRE) < total; spins += spins < SPINS) pause_thread(spins);
 }
 
-static void attention_stage(step *s, int thread) {
+static void head_stage(step *s, int thread) {
   const zq_block *b = s->block;
   const int64_t tokens = s->given->tokens;
   s->attended = of_columns(s->attended, b->out.columns);
@@ -693,18 +750,23 @@ static void attention_stage(step *s, int thread) {
   share(s, project, project_units(b), thread);
   share(s, attend, attend_units(s), thread);
   share(s, merge, tokens, thread);
-  share(s, output, units_of(s->decoder->width, ZQ_PANEL), thread);
 }
 
-static void mlp_stage(step *s, int thread) {
+static void output_stage(step *s, int thread) {
+  s->attended = of_columns(s->attended, s->block->out.columns);
+  if (s->block->out_split == SPLIT_ROWS) share(s, take_attended, s->given->tokens, thread);
+  share(s, output, units_of(attention_end(s).rows, ZQ_PANEL), thread);
+}
+
+static void grow_stage(step *s, int thread) {
   const zq_block *b = s->block;
   const zq_mlp *common = common_mlp(b);
-  const int64_t tokens = s->given->tokens, units = units_of(s->decoder->width, ZQ_PANEL);
+  const int64_t tokens = s->given->tokens;
   if (common) s->grown = of_columns(s->grown, common->down.columns);
-  if (is_kept(s, &b->out_norm) || b->mlp_input == INPUT_RESIDUAL) share(s, mlp_inputs, tokens, thread);
+  if (is_kept(&b->out_norm, b->out_split) || b->mlp_input == INPUT_RESIDUAL) share(s, mlp_inputs, tokens, thread);
   if (!b->mixture) {
-    share(s, grow, units_of(b->mlp.down.columns, ZQ_WIDE), thread);
-    share(s, shrink, units, thread);
+    share(s, grow, units_of(own_grown(&b->mlp), ZQ_WIDE), thread);
+    if (b->down_split == SPLIT_ROWS) share(s, give_grown, tokens, thread);
     return;
   }
   s->chosen_grown = of_columns(s->chosen_grown, b->mixture->experts->down.columns);
@@ -712,12 +774,28 @@ static void mlp_stage(step *s, int thread) {
   share(s, choose, 1, thread);
   share(s, gather, tokens * b->mixture->top_k, thread);
   share(s, grow_experts, grow_units(s), thread);
-  share(s, shrink_experts, units, thread);
+}
+
+static void shrink_stage(step *s, int thread) {
+  const zq_block *b = s->block;
+  const zq_mlp *common = common_mlp(b);
+  if (common) s->grown = of_columns(s->grown, common->down.columns);
+  if (b->mixture) {
+    s->chosen_grown = of_columns(s->chosen_grown, b->mixture->experts->down.columns);
+    share(s, shrink_experts, units_of(s->decoder->width, ZQ_PANEL), thread);
+    return;
+  }
+  if (b->down_split == SPLIT_ROWS) share(s, take_grown, s->given->tokens, thread);
+  share(s, shrink, units_of(mlp_end(s).rows, ZQ_PANEL), thread);
 }
 
 static void sum_stage(step *s, int thread) {
-  if (is_kept(s, &s->block->mlp_out_norm)) share(s, mlp_norms, s->given->tokens, thread);
+  if (is_kept(&s->block->mlp_out_norm, s->block->down_split)) share(s, mlp_norms, s->given->tokens, thread);
 }
+
+typedef void stage_work(step *s, int thread);
+
+static stage_work *const stages[] = {head_stage, output_stage, grow_stage, shrink_stage, sum_stage};
 
 /* Each thread has its own copy of `step`: one that comes late finds the phases done, and catches up. */
 static void run_step(void *context, int thread, int num_threads) {
@@ -726,8 +804,8 @@ static void run_step(void *context, int thread, int num_threads) {
   const int64_t tokens = s.given->tokens;
   s.phase = s.phases, s.num_threads = num_threads;
   for (int64_t stage = s.given->first_stage; stage < s.given->end_stage; stage++) {
-    s.block = d->blocks + stage / 3;
-    (stage % 3 == 0 ? attention_stage : stage % 3 == 1 ? mlp_stage : sum_stage)(&s, thread);
+    s.block = d->blocks + stage / 5;
+    stages[stage % 5](&s, thread);
   }
   if (!s.given->logits) return;
   share(&s, last_norm, tokens, thread);
@@ -736,8 +814,8 @@ static void run_step(void *context, int thread, int num_threads) {
 
 void zq_run_step(const zq_decoder *decoder, const zq_step *given, int num_threads) {
   step s = {.decoder = decoder, .given = given, .products = zq_active_kernels(), .layers = layers[zq_get_level()]};
-  if (decoder->is_split) s.written = given->written;
   place(&s, decoder, given->tokens, num_threads, (void *)(((uintptr_t)given->scratch + 63) / 64 * 64));
+  if (given->written) s.written = given->written;
   memset(s.phases, 0, (size_t)num_phases(decoder) * sizeof *s.phases);
   zq_run_region(run_step, &s, num_threads);
 }

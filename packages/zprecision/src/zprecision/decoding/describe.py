@@ -14,16 +14,20 @@ from zprecision.decoding.values import (
     FusedAttention,
     FusedBlock,
     FusedHead,
+    FusedJoin,
     FusedMixture,
     FusedMLP,
     FusedNorm,
     FusedProjection,
+    FusedSum,
     held_weight,
 )
 from zprecision.quant.kernels import describe
 from zprecision.quant.panels import PackedTensor, product_format
 
 __all__ = ["Writer"]
+
+_SPLITS: dict[type, int] = {type(None): 0, FusedSum: 1, FusedJoin: 2}  # numbers of zq_api.h
 
 
 @attrs.frozen(eq=False)
@@ -47,6 +51,7 @@ class Writer:
             self._mlp(entry.mlp, block.mlp)
         entry.attention_factor, entry.mlp_factor = block.attention_factor, block.mlp_factor
         entry.mlp_input = int(block.mlp_input)
+        entry.out_split, entry.down_split = _SPLITS[type(block.out_ranks)], _SPLITS[type(block.down_ranks)]
         cache = block.cache
         entry.keys, entry.values = self._at("void *", cache.keys), self._at("void *", cache.values)
         entry.key_scales, entry.value_scales = (

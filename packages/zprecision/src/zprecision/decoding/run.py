@@ -4,7 +4,8 @@ Problem.  At one token each matrix of a small model is read in a tenth of a mill
 an operator take; and four sequences cost four times as much if each reads the weights for itself.
 
 Design.  Structs are made once and hold addresses; a step passes ids, lengths and the residual stream.  zq_decode.c
-shares out the work and reads each weight once for all sequences.
+shares out the work and reads each weight once for all sequences.  With weights over ranks C is called once for each
+exchange: twice a block for sums, four times where ranks join what they compute.
 
 Rejected: a call for each block (the region of threads starts again 22 times a token); copies of the weights in one
 buffer (twice the memory, and changes of the weights would not show).
@@ -12,16 +13,25 @@ buffer (twice the memory, and changes of the weights would not show).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+import attrs
 import torch
 from torch import Tensor
 
 from zprecision.backends.native import is_addressable, library, num_threads
 from zprecision.decoding.describe import Writer
 from zprecision.decoding.shapes import check_block, check_head
-from zprecision.decoding.values import Activation, FusedBlock, FusedHead, unsupported
+from zprecision.decoding.values import (
+    Activation,
+    FusedBlock,
+    FusedHead,
+    FusedJoin,
+    FusedMLP,
+    FusedSum,
+    unsupported,
+)
 
 __all__ = ["MOST_SEQUENCES", "FusedDecoder", "activate"]
 
@@ -43,12 +53,8 @@ class FusedDecoder:
         *,
         width: int,
         capacity: int,
-        add_up: Callable[[Tensor], object] | None = None,
     ) -> None:
         """width: of the residual stream.  capacity: positions of a slot of the caches.
-
-        add_up: for weights that are split over ranks, so that attention and MLP give terms of sums: replaces
-            (n, width) float32 by the sum over ranks, in place.  Called twice a block.
 
         Raises ValueError for a value that the kernels cannot run, and for tensors that do not fit each other.
         """
@@ -71,8 +77,8 @@ class FusedDecoder:
             writer.head(self._decoder, head)
             self._vocabulary = head.projection.weight.shape[0]
         self._decoder.blocks, self._decoder.num_blocks = self._blocks, len(blocks)
-        self._decoder.width, self._decoder.capacity, self._decoder.is_split = width, capacity, add_up is not None
-        self._add_up = add_up
+        self._decoder.width, self._decoder.capacity = width, capacity
+        self._cuts = tuple(cut for index, block in enumerate(blocks) for cut in _cuts(index, block))
         self._found, self._width, self._num_blocks = found, width, len(blocks)
         self._num_slots, self._capacity = min((block.cache.keys.shape[0] for block in blocks), default=0), capacity
         # aliases keep the memory alive if a parameter gets another; `is_current` then says so
@@ -109,7 +115,7 @@ class FusedDecoder:
         if not 1 <= count <= MOST_SEQUENCES or len(set(slots)) != count or len(positions) != count:
             raise ValueError(f"run() takes 1 to {MOST_SEQUENCES} sequences, each in its own slot; got slots {slots}")
         self._check_places(slots, positions, blocks, with_head=with_head)
-        ffi, lib = self._found.ffi, self._found.lib
+        ffi = self._found.ffi
         threads = max(1, min(num_threads(), self._most_threads))
         logits = torch.empty(count, self._vocabulary, dtype=torch.float32, device="cpu") if with_head else None
         step = ffi.new("zq_step *")
@@ -117,31 +123,28 @@ class FusedDecoder:
         step.slots, step.positions = held
         step.tokens, step.x = count, ffi.cast("float *", x.data_ptr())
         step.scratch = ffi.cast("void *", self._memory(count, threads).data_ptr())
-        written = x if self._add_up is None else torch.empty_like(x)
-        step.written = ffi.cast("float *", written.data_ptr())
-        for part in self._parts(blocks):
-            step.first_stage, step.end_stage = part.start, part.stop
-            is_last = part.stop == 3 * blocks.stop
-            if logits is not None and is_last:
-                step.logits = ffi.cast("float *", logits.data_ptr())
-            lib.zq_run_step(self._decoder, step, threads)
-            if self._add_up is not None and not is_last:
-                self._add_up(written)
+        self._run_parts(step, x, blocks, threads, logits)
         return logits
 
-    def _parts(self, blocks: range) -> Iterator[range]:
-        """Yield the stages of each call of C; between two calls, terms are added over ranks.
-
-        Stages of a block: attention, MLP, the addition of what the MLP gave.
-        """
-        first, end = 3 * blocks.start, 3 * blocks.stop
-        if self._add_up is None or not blocks:
-            yield range(first, end)
-            return
-        yield range(first, first + 1)
-        for block in blocks:
-            yield range(3 * block + 1, 3 * block + 2)
-            yield range(3 * block + 2, min(3 * block + 4, end))
+    def _run_parts(self, step: Any, x: Tensor, blocks: range, threads: int, logits: Tensor | None) -> None:
+        """Call C for the stages of `blocks` up to each exchange between ranks, and then to the end."""
+        ffi, lib = self._found.ffi, self._found.lib
+        begin, end = 5 * blocks.start, 5 * blocks.stop
+        cuts = [cut for cut in self._cuts if begin <= cut.stage < end]
+        step.first_stage = begin
+        if cuts:
+            written, part = torch.empty_like(x), x.new_empty(x.shape[0] * max(cut.own_columns for cut in cuts))
+            step.written, step.part = (ffi.cast("float *", each.data_ptr()) for each in (written, part))
+            for cut in cuts:
+                step.end_stage = cut.stage + 1
+                lib.zq_run_step(self._decoder, step, threads)
+                whole = cut.exchange(part[: x.shape[0] * cut.own_columns].view(x.shape[0], -1), written)
+                step.whole = ffi.cast("float *", whole.data_ptr())  # `whole` lives until the next exchange
+                step.first_stage = cut.stage + 1
+        if logits is not None:
+            step.logits = ffi.cast("float *", logits.data_ptr())
+        step.end_stage = end
+        lib.zq_run_step(self._decoder, step, threads)
 
     def _check_places(
         self, slots: Sequence[int], positions: Sequence[int], blocks: range, *, with_head: bool
@@ -162,6 +165,46 @@ class FusedDecoder:
         if self._scratch.numel() < need:
             self._scratch = torch.empty(need, dtype=torch.uint8, device="cpu")
         return self._scratch
+
+
+@attrs.frozen(eq=False)
+class _Cut:
+    """An exchange between ranks."""
+
+    stage: int  # after which it comes
+    ranks: FusedSum | FusedJoin
+    own_columns: int  # of `part`; 0: it is not used
+    all_columns: int = 0  # of what the last projection reads; 0: the exchange is of what it gives
+
+    def exchange(self, part: Tensor, written: Tensor) -> Tensor:
+        """Replace `written` by that of all ranks, or return (n, all_columns), what they read."""
+        if isinstance(self.ranks, FusedSum):
+            self.ranks.add_up(written)
+            return written
+        if not self.all_columns:
+            return written.copy_(self.ranks.join_outputs(part))
+        whole = self.ranks.join_inputs(part).contiguous()
+        if whole.shape != (part.shape[0], self.all_columns) or whole.dtype != torch.float32:
+            raise ValueError(
+                f"ranks joined {whole.dtype} of {tuple(whole.shape)}; the projection reads float32 of "
+                f"{(part.shape[0], self.all_columns)}"
+            )
+        return whole
+
+
+def _cuts(index: int, block: FusedBlock) -> Iterator[_Cut]:
+    """Yield the exchanges of a block.  Its stages: heads, their projection, MLP, its last projection, addition."""
+    heads, mlp = block.attention.num_heads * block.attention.head_size, block.mlp
+    ends = [(0, block.out_ranks, block.attention.out, heads)]
+    if isinstance(mlp, FusedMLP):
+        grown = mlp.up.weight.shape[0] // (2 if mlp.is_fused else 1)
+        ends.append((2, block.down_ranks, mlp.down, grown))
+    for stage, ranks, last, columns in ends:
+        if isinstance(ranks, FusedJoin):
+            yield _Cut(5 * index + stage, ranks, columns, last.weight.shape[1])
+            yield _Cut(5 * index + stage + 1, ranks, last.weight.shape[0])
+        elif ranks is not None:
+            yield _Cut(5 * index + stage + 1, ranks, 0)
 
 
 def activate(act: Activation, x: Tensor, factors: Tensor | None = None) -> Tensor | None:

@@ -12,10 +12,12 @@ from zprecision.decoding.values import (
     FusedBlock,
     FusedCache,
     FusedHead,
+    FusedJoin,
     FusedMixture,
     FusedMLP,
     FusedNorm,
     FusedProjection,
+    FusedSum,
 )
 
 __all__ = ["check_block", "check_head"]
@@ -40,14 +42,22 @@ def _raise(problem: str) -> None:
 
 
 def _block(block: FusedBlock, width: int, capacity: int) -> Iterator[str]:
-    yield from _attention(block.attention, width, capacity)
-    yield from _mixture(block.mlp, width) if isinstance(block.mlp, FusedMixture) else _mlp("", block.mlp, width)
+    yield from _attention(block.attention, width, capacity, own_rows=_own_rows(block.out_ranks))
+    if isinstance(block.mlp, FusedMixture):
+        yield from _mixture(block.mlp, width)
+    else:
+        yield from _mlp("", block.mlp, width, own_rows=_own_rows(block.down_ranks))
     for name in ("norm", "out_norm", "mlp_norm", "mlp_out_norm"):
         yield from _norm(name, getattr(block, name), (width,))
     yield from _cache(block.cache, block.attention, capacity)
 
 
-def _attention(attention: FusedAttention, width: int, capacity: int) -> Iterator[str]:
+def _own_rows(ranks: FusedSum | FusedJoin | None) -> bool:
+    """Return whether a last projection has some of the rows, and reads what all ranks give."""
+    return isinstance(ranks, FusedJoin)
+
+
+def _attention(attention: FusedAttention, width: int, capacity: int, *, own_rows: bool) -> Iterator[str]:
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_size
     if min(heads, kv_heads, size) < 1 or heads % kv_heads:
         yield f"{heads} heads of {size} over {kv_heads} key heads: these must divide the heads"
@@ -57,7 +67,10 @@ def _attention(attention: FusedAttention, width: int, capacity: int) -> Iterator
         yield f"{count} projections of queries, keys and values: pass three, or one of all"
     for projection, each in zip(attention.projections, rows if count == 3 else [sum(rows)]):
         yield from _projection("queries, keys and values", projection, each, width)
-    yield from _projection("output projection", attention.out, width, heads * size)
+    if own_rows:
+        yield from _projection("output projection", attention.out, *attention.out.weight.shape)
+    else:
+        yield from _projection("output projection", attention.out, width, heads * size)
     yield from _norm("query norm", attention.query_norm, (size, heads * size))
     yield from _norm("key norm", attention.key_norm, (size, kv_heads * size))
     if attention.rotary is not None:
@@ -70,9 +83,13 @@ def _attention(attention: FusedAttention, width: int, capacity: int) -> Iterator
             yield from _memory(name, table)
 
 
-def _mlp(owner: str, mlp: FusedMLP, width: int) -> Iterator[str]:
+def _mlp(owner: str, mlp: FusedMLP, width: int, *, own_rows: bool = False) -> Iterator[str]:
     grown = mlp.down.weight.shape[-1]
-    yield from _projection(f"{owner}down projection", mlp.down, width, grown)
+    if own_rows:
+        yield from _projection(f"{owner}down projection", mlp.down, *mlp.down.weight.shape)
+        grown = mlp.up.weight.shape[0] // (2 if mlp.is_fused else 1)
+    else:
+        yield from _projection(f"{owner}down projection", mlp.down, width, grown)
     yield from _projection(f"{owner}up projection", mlp.up, 2 * grown if mlp.is_fused else grown, width)
     if mlp.gate is not None:
         yield from _projection(f"{owner}gate", mlp.gate, grown, width)

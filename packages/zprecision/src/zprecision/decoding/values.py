@@ -7,7 +7,7 @@ why the kernels cannot run a value; then the caller computes it with torch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 from torch import Tensor, bfloat16, float16, float32, int8
@@ -18,7 +18,8 @@ from zprecision.quant.panels import packed_once
 
 __all__ = [
     *("Activation", "FusedAttention", "FusedBlock", "FusedCache", "FusedHead", "FusedMLP", "FusedMLPInput"),
-    *("FusedMixture", "FusedNorm", "FusedProjection", "FusedRotary", "held_weight", "unsupported"),
+    *("FusedJoin", "FusedMixture", "FusedNorm", "FusedProjection", "FusedRotary", "FusedSum", "held_weight"),
+    "unsupported",
 ]
 
 PLAIN = {float32: 0, bfloat16: 1, float16: 2}  # of weights and vectors; numbers of zq_api.h
@@ -138,6 +139,21 @@ class FusedCache:
     value_scales: Tensor | None = None
 
 
+@attrs.frozen(eq=False)
+class FusedSum:
+    """Ranks that hold columns of a last projection, each with its features of the input: terms of a sum."""
+
+    add_up: Callable[[Tensor], object]  # replaces (n, width) float32 by the sum over ranks, in place
+
+
+@attrs.frozen(eq=False)
+class FusedJoin:
+    """Ranks that hold rows of a last projection, which read the features of all: no sum is split."""
+
+    join_inputs: Callable[[Tensor], Tensor]  # (n, own features) float32 -> (n, features of all ranks)
+    join_outputs: Callable[[Tensor], Tensor]  # (n, own rows) float32 -> (n, width)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class FusedBlock:
     """x + attention, then + MLP; norms before each, and perhaps after each."""
@@ -151,6 +167,8 @@ class FusedBlock:
     mlp_out_norm: FusedNorm | None = None
     attention_factor: float = 1.0
     mlp_factor: float = 1.0
+    out_ranks: FusedSum | FusedJoin | None = None  # over which the attention's last projection is split
+    down_ranks: FusedSum | FusedJoin | None = None  # over which the MLP's is
     cache: FusedCache
 
 
@@ -198,6 +216,8 @@ def _reasons_block(block: FusedBlock) -> Iterator[str]:
         if norm is not None and norm.size != attention.head_size and attention.is_grouped:
             yield "norm of all heads of a projection that is ordered by key heads"
     yield from _reasons_cache(block.cache)
+    if isinstance(block.mlp, FusedMixture) and block.down_ranks is not None:
+        yield "its experts are split over ranks"
 
 
 def _reasons_mlp(owner: str, mlp: FusedMLP) -> Iterator[str]:

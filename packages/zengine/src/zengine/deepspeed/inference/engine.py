@@ -126,6 +126,7 @@ class InferenceEngine(nn.Module):
         with torch.no_grad():
             if make is None:
                 assert self._fused is not None
+                self._agree_on_random_numbers()
                 return generation.own_generate(self._fused, *args, **kwargs)
             return self._generate(make, args, kwargs)
 
@@ -445,8 +446,8 @@ def _recognize(module: nn.Module, config: DeepSpeedInferenceConfig) -> Decoder |
     """Return the fused decoder that the config asks for; None, with the reason logged, if there is none."""
     if not config.replace_with_kernel_inject:
         return None
-    if zpartition.model_parallel_group_of(module).size > 1 or zpartition.expert_shards_of(module):
-        log.warning("replace_with_kernel_inject: a model over several ranks is not fused; its own forward runs")
+    if zpartition.expert_shards_of(module):
+        log.warning("replace_with_kernel_inject: experts over several ranks are not fused; the module's forward runs")
         return None
     return recognized(module)
 

@@ -15,12 +15,15 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+import zcomm
+import zpartition
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.quantized_modules import QuantizedLinear, with_weights_of
-from zengine.inference.recognize import recognize
+from zengine.inference.recognize import NotRecognized, recognize
 from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
+from zpartition import ModelParallelGroup
 
 __all__ = ["FusedPath", "recognized", "reject_prompt"]
 
@@ -30,10 +33,12 @@ log = logging.getLogger("zengine")
 def recognized(module: nn.Module, asked_by: str = "replace_with_kernel_inject") -> Decoder | None:
     """Return the decoder that `module` computes, verified against it; None, with the reason logged, if it is none.
 
-    module: in eval mode, with plain weights.  asked_by: key of a config, for messages.
+    module: in eval mode, with plain weights.  If its layers are split over tensor-parallel ranks, this is collective:
+        all return a decoder over their parts, or all None.
+    asked_by: key of a config, for messages.
     """
     try:
-        decoder = recognize(module)
+        decoder = _agreed(module, zpartition.model_parallel_group_of(module))
         found = verify(decoder, module)
     except (ValueError, LookupError, TypeError, RuntimeError) as error:  # the probe calls module(ids)
         log.warning("%s: %s is not fused, and its own forward runs: %s", asked_by, type(module).__name__, error)
@@ -45,6 +50,21 @@ def recognized(module: nn.Module, asked_by: str = "replace_with_kernel_inject") 
         *(asked_by, len(decoder.blocks), type(module).__name__, "" if opaque else ", MLPs"),
         *(", ".join(opaque) or "none", max(found.prompt_error, found.decode_error)),
     )
+    return decoder
+
+
+def _agreed(module: nn.Module, ranks: ModelParallelGroup) -> Decoder:
+    """Recognize this rank's part.  Raises NotRecognized on all ranks if one cannot."""
+    if ranks.size == 1:
+        return recognize(module)
+    reason, decoder = "", None
+    try:
+        decoder = recognize(module)
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:
+        reason = f"rank {ranks.rank}: {error}"
+    reasons = [each for each in zcomm.all_gather_object(reason, ranks.group) if each]
+    if decoder is None or reasons:
+        raise NotRecognized("; ".join(reasons[:2]))
     return decoder
 
 
