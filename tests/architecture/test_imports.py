@@ -173,7 +173,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"Shard", "find", "interchange", "open_checkpoint", "read_gguf", "save", "whole"},
         "zprecision": {
             *("Precision", "quant.GroupedCodes", "quant.format_named", "quant.from_blocks"),
-            *("quant.read_awq", "quant.read_compressed", "quant.read_gptq"),
+            *("quant.read_awq", "quant.read_compressed", "quant.read_gptq", "quant.read_header"),
         },
         "zpartition": {"FullTensors", "check_slices", "load_own_slices"},
     },

@@ -7,10 +7,10 @@ from small_decoders import TIME, VOCABULARY, model
 
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
-from zengine.inference.generation import Request, generate
+from zengine.inference.generation import Request, generate, stream_text
 from zengine.inference.recognize import recognize
 from zengine.inference.sampling import Sampling
-from zengine.inference.text import TextStream, stream_text
+from zengine.inference.text import TextStream
 from zengine.inference.tokenizers import ByteTokenizer
 
 LETTERS = ["a", "b", "é", "日本", "🙂", "\N{REPLACEMENT CHARACTER}", " ", "\n", "STOP"]
@@ -125,3 +125,26 @@ def test_text_and_tokens_of_a_stream_are_those_of_generate() -> None:
     with pytest.raises(ValueError, match="the cache holds"):
         stream_text(steps, tokenizer, [Request(prompt=(1,) * TIME, sampling=Sampling())])
     assert torch.equal(torch.tensor(steps.cache.lengths), torch.tensor([0, 0]))
+
+
+def test_stop_strings_cost_a_window_for_each_token_and_end_at_the_token_of_the_whole_text() -> None:
+    decoder = recognize(model())
+    steps = DecoderPass(decoder, KVCache.create(decoder, 1, 120))
+    longest = 0
+
+    def text_of(tokens: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode_words(tokens)
+
+    rule = Sampling(max_new_tokens=100, stop_strings=("never",))
+    ((free,),) = generate(steps, [Request(prompt=(1, 2), sampling=rule)], text_of)
+    assert len(free.tokens) == 100
+    assert longest <= 25
+    for at in (0, 30, 77):
+        parts = decode_words(free.tokens[at : at + 3])
+        stop = parts[1:-1]  # begins and ends within tokens
+        ends = next(end for end in range(101) if stop in decode_words(free.tokens[:end]))
+        stopped = Sampling(max_new_tokens=100, stop_strings=("never", stop))
+        ((found,),) = generate(steps, [Request(prompt=(1, 2), sampling=stopped)], text_of)
+        assert (found.tokens, found.finish) == (free.tokens[:ends], "string")

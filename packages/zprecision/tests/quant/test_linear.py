@@ -138,12 +138,41 @@ def test_torchs_default_dtype_and_device_change_nothing(default: torch.dtype, no
     assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, wanted))
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_a_compiled_caller_has_the_same_bits(needs_grad: bool) -> None:
-    weight = zp.quantize(torch.randn(24, 64), zp.Int8())
+@pytest.mark.parametrize(
+    ("needs_grad", "format", "is_packed"),
+    [
+        (False, zp.Int8(), False),
+        (True, zp.Int4(scale="minmax"), True),
+        (True, zp.Q4_K(), False),
+        (False, zp.NF4(), True),
+    ],
+)
+def test_a_compiled_caller_is_one_graph_with_the_same_bits(
+    needs_grad: bool, format: zp.Format, is_packed: bool
+) -> None:
+    rows = zp.quantize(torch.randn(24, 64), format)
+    weight, plain = zp.pack(rows) if is_packed else rows, torch.randn(5, 64)
+    bias = torch.randn(24, requires_grad=needs_grad)
 
-    def call(x: Tensor) -> Tensor:
-        return torch.relu(zp.linear(2 * x, weight)) + 1
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = zp.linear_many(2 * x, [weight, plain], [bias, None])
+        return torch.relu(one) + 1, other
 
-    x = torch.randn(3, 64, requires_grad=needs_grad)
-    assert torch.equal(torch.compile(call, backend="eager")(x), call(x))
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for rows_of_x in (3, 4):
+        x = torch.randn(rows_of_x, 2, 64, requires_grad=needs_grad)
+        (found, other), (wanted, plainly) = compiled(x), call(x)
+        assert torch.equal(found, wanted)
+        assert torch.allclose(other, plainly, rtol=1e-5, atol=1e-5)
+        if needs_grad:
+            pairs = zip(*(torch.autograd.grad(each.square().sum(), (x, bias)) for each in (found, wanted)))
+            assert all(torch.equal(one, same) for one, same in pairs)
+
+
+def test_the_operators_hold_what_torch_asks_of_one() -> None:
+    weight, x = zp.pack(zp.quantize(torch.randn(24, 64), zp.Int4())), torch.randn(3, 64, requires_grad=True)
+    text = "PackedTensor int4 float32 panels"
+    for bias in (None, torch.randn(24)):
+        given = (x, [weight.data], bias, text, [24, 64])
+        torch.library.opcheck(torch.ops.zprecision.quantized_linear.default, given)
+    assert torch.equal(torch.ops.zprecision.quantized_linear(*given), zp.linear(x, weight, bias))

@@ -24,12 +24,11 @@ from zengine.commands import CommandError
 from zengine.commands.models import find_model, load, open_tokenizer_of, parse_dtype, parse_format
 from zengine.inference.cache import KVCache, cache_bytes
 from zengine.inference.decoder import DecoderPass
-from zengine.inference.generation import Request, TokenEvent
+from zengine.inference.generation import Request, TextEvent, TokenEvent, stream_text
 from zengine.inference.quantized import QuantizationReport
 from zengine.inference.sampling import Sampling
 from zengine.inference.sizes import available_bytes, gigabytes
 from zengine.inference.structure import Decoder
-from zengine.inference.text import TextEvent, stream_text
 from zengine.inference.tokenizers import Message, Tokenizer, TokenizerError
 
 __all__ = ["run"]

@@ -11,7 +11,7 @@ work is padding); left padding to a common length (positions of padding tokens n
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, final
 
 import attrs
@@ -20,10 +20,13 @@ import torch
 from zengine.inference.cache import KVCache
 from zengine.inference.sampling import Sampling, choose, uniform
 from zengine.inference.structure import Decoder
+from zengine.inference.text import Decode, TextStream
+from zengine.inference.tokenizers import Tokenizer
 
-__all__ = ["CachedPass", "FinishReason", "Request", "Sample", "TokenEvent", "generate", "stream"]
-
-Decode = Callable[[Sequence[int]], str]  # token ids -> text
+__all__ = [
+    *("CachedPass", "FinishReason", "Request", "Sample", "TextEvent", "TokenEvent"),
+    *("generate", "stream", "stream_text"),
+]
 
 FinishReason = str  # "length", "token" or "string"
 
@@ -89,9 +92,10 @@ class _Running:
     request_index: int
     sample_index: int
     slot: int
+    text: TextStream | None  # that finds stop strings; None: there are none
     tokens: list[int] = attrs.field(factory=list)
 
-    def draw(self, logits: torch.Tensor, decode: Decode | None) -> TokenEvent:
+    def draw(self, logits: torch.Tensor) -> TokenEvent:
         """Choose the next token from (vocabulary,) logits."""
         rule = self.request.sampling
         seen = (*self.request.prompt, *self.tokens) if rule.repetition_penalty != 1.0 else ()
@@ -103,15 +107,15 @@ class _Running:
             sample=self.sample_index,
             token=token,
             log_prob=log_prob,
-            finish=self._finish(token, rule, decode),
+            finish=self._finish(token, rule),
         )
 
-    def _finish(self, token: int, rule: Sampling, decode: Decode | None) -> FinishReason:
+    def _finish(self, token: int, rule: Sampling) -> FinishReason:
         if token in rule.stop_tokens:
             return "token"
-        if rule.stop_strings and decode is not None:
-            text = decode(self.tokens)
-            if any(stop in text for stop in rule.stop_strings):
+        if self.text is not None:
+            self.text.push(token)
+            if self.text.is_stopped:
                 return "string"
         return "length" if len(self.tokens) == rule.max_new_tokens else ""
 
@@ -221,7 +225,9 @@ class _Scheduler:
         else:
             self.first_logits = {index: self.steps.forward(self._on_device(prompt), slot)}
         self.holds[slot] = index
-        started = _Running(self.requests[index], index, sample, slot)
+        stops = self.requests[index].sampling.stop_strings
+        text = TextStream(self.decode, stops) if stops and self.decode is not None else None
+        started = _Running(self.requests[index], index, sample, slot, text)
         self.running.append(started)
         return started
 
@@ -229,9 +235,39 @@ class _Scheduler:
         return torch.tensor(tokens, device=self.steps.cache.keys[0].device)
 
     def _draw(self, sample: _Running, logits: torch.Tensor) -> TokenEvent:
-        event = sample.draw(logits, self.decode)
+        event = sample.draw(logits)
         if event.finish:
             self.running.remove(sample)
             self.steps.cache.clear(sample.slot)
             self.free.append(sample.slot)
         return event
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class TextEvent:
+    """One new token of a sample, and the text that became certain with it."""
+
+    token: TokenEvent
+    text: str  # may be ""; without stop strings and stop tokens
+
+
+def stream_text(steps: CachedPass, tokenizer: Tokenizer, requests: Sequence[Request]) -> Iterator[TextEvent]:
+    """Yield the tokens of `stream` with their text.  Raises as `stream`, before any token."""
+    return _with_text(stream(steps, requests, tokenizer.decode), tokenizer, requests)
+
+
+def _with_text(
+    events: Iterator[TokenEvent], tokenizer: Tokenizer, requests: Sequence[Request]
+) -> Iterator[TextEvent]:
+    texts: dict[tuple[int, int], TextStream] = {}
+    for event in events:
+        key = event.request, event.sample
+        stops = requests[event.request].sampling.stop_strings
+        text = texts.setdefault(key, TextStream(tokenizer.decode, stops))
+        piece = "" if event.finish == "token" else text.push(event.token)
+        if event.finish:
+            piece += texts.pop(key).finish()
+        yield TextEvent(token=event, text=piece)

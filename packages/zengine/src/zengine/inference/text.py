@@ -10,16 +10,14 @@ decoded, which is cut down to its last tokens when it has grown and ends with a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import attrs
 
-from zengine.inference.decoder import DecoderPass
-from zengine.inference.generation import Decode, Request, TokenEvent, stream
-from zengine.inference.tokenizers import Tokenizer
+__all__ = ["Decode", "TextStream"]
 
-__all__ = ["TextEvent", "TextStream", "stream_text"]
+Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _MOST_BROKEN = 3  # at the end of a text that may still become a character of four bytes
@@ -75,30 +73,3 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` with which `stop` begins."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
-
-
-@attrs.frozen(kw_only=True)
-class TextEvent:
-    """One new token of a sample, and the text that became certain with it."""
-
-    token: TokenEvent
-    text: str  # may be ""; without stop strings and stop tokens
-
-
-def stream_text(steps: DecoderPass, tokenizer: Tokenizer, requests: Sequence[Request]) -> Iterator[TextEvent]:
-    """Yield the tokens of `stream` with their text.  Raises as `stream`, before any token."""
-    return _with_text(stream(steps, requests, tokenizer.decode), tokenizer, requests)
-
-
-def _with_text(
-    events: Iterator[TokenEvent], tokenizer: Tokenizer, requests: Sequence[Request]
-) -> Iterator[TextEvent]:
-    texts: dict[tuple[int, int], TextStream] = {}
-    for event in events:
-        key = event.request, event.sample
-        stops = requests[event.request].sampling.stop_strings
-        text = texts.setdefault(key, TextStream(tokenizer.decode, stops))
-        piece = "" if event.finish == "token" else text.push(event.token)
-        if event.finish:
-            piece += texts.pop(key).finish()
-        yield TextEvent(token=event, text=piece)

@@ -126,6 +126,14 @@ def test_torchs_own_encoder_blocks_stay_as_they_are() -> None:
     assert isinstance(engine.module[1], QuantizedLinear)
 
 
+def test_a_compiled_module_is_one_graph() -> None:
+    engine = deepspeed.init_inference(Model(), dtype=torch.int8)
+    compiled = torch.compile(engine.module, backend="aot_eager", fullgraph=True)
+    for length in (3, 4):
+        ids = torch.arange(length)[None]
+        assert torch.equal(compiled(ids), engine(ids))
+
+
 def test_weights_move_with_the_module() -> None:
     module = deepspeed.init_inference(Model(), {"dtype": "int8"}).module.to("meta")
     assert {each.weight.device.type for each in module.modules() if isinstance(each, QuantizedLinear)} == {"meta"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -152,6 +153,37 @@ def test_copies_have_weights_and_caches_of_their_own(case: str) -> None:
             made.module.norm.weight.neg_()
         assert not torch.equal(made.generate(IDS, MASK, max_new_tokens=6), wanted)
         assert torch.equal(subject.generate(IDS, MASK, max_new_tokens=6), wanted)
+
+
+@pytest.mark.parametrize("case", QUANT)
+def test_calls_of_several_threads_do_not_share_a_cache(case: str) -> None:
+    subjects = [engine(**QUANT[case]) for _ in range(2)]
+    prompts = [IDS[:1] + row for row in range(6)]
+    calls = [(each, prompt) for each in subjects for prompt in prompts]
+    wanted = [each.generate(prompt, max_new_tokens=12).tolist() for each, prompt in calls]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for _ in range(3):
+            made = pool.map(lambda call: call[0].generate(call[1], max_new_tokens=12).tolist(), calls)
+            assert list(made) == wanted
+
+
+def test_the_largest_cache_stays_and_a_failed_call_returns_it() -> None:
+    path = engine()._fused
+    with path.empty_steps(2) as outer, path.empty_steps(1) as inner:
+        assert inner is not outer
+        inner.forward(IDS[0], 0)
+    assert path.steps is outer
+
+    def fail() -> None:
+        with path.empty_steps(1) as steps:
+            steps.forward(IDS[0], 0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with path.empty_steps(1) as last:
+        assert last is outer
+        assert last.cache.lengths == [0, 0]
 
 
 @pytest.mark.parametrize("case", QUANT)

@@ -172,6 +172,38 @@ def test_formats_are_values_texts_or_functions_to_these(folder: Path) -> None:
         load_model(folder, dtype=torch.int8)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_saved_state_of_a_quantized_module_is_a_source(is_tied: bool, tmp_path: Path) -> None:
+    wanted = llama(tie_word_embeddings=is_tied)
+    rows = quantize_linears(wanted, lambda name: Int8(group=None) if "down" in name else Int4())
+    wanted.save_pretrained(tmp_path)
+    torch.save(wanted.state_dict(), tmp_path / "state.pt")
+    for path, given in ((tmp_path, None), (tmp_path / "state.pt", llama(tie_word_embeddings=is_tied))):
+        loaded = load_model(path, module=given)
+        assert [(row.name, row.format) for row in loaded.report.layers] == [(row.name, row.format) for row in rows]
+        assert torch.equal(logits(loaded.module), logits(wanted))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "told"),
+    [
+        ("header", lambda header: header[:-3], "q_proj.weight: the header of a quantized tensor is damaged"),
+        ("header", lambda header: header[None], r"q_proj.weight: 'header' must be a row of bytes, and is \(1, "),
+        ("panels", lambda panels: panels[:-1], "q_proj.weight: 'panels' of int8 for the shape"),
+        ("panels", lambda _panels: None, "q_proj.weight: "),
+    ],
+)
+def test_damaged_saved_states_are_named(part: str, change: Any, told: str, tmp_path: Path) -> None:
+    saved = llama()
+    quantize_linears(saved, lambda _name: Int8())
+    state = saved.state_dict()
+    name = f"model.layers.0.self_attn.q_proj.weight.{part}"
+    value = change(state.pop(name))
+    torch.save(state if value is None else state | {name: value}, tmp_path / "state.pt")
+    with pytest.raises(ValueError, match=told):
+        load_model(tmp_path / "state.pt", module=llama())
+
+
 def test_a_packed_folder_stands_alone(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     first = load_model(folder, format="int4")

@@ -20,7 +20,7 @@ from zprecision.quant.ggml import from_blocks, to_blocks
 from zprecision.quant.linear import Weight, linear, linear_many
 from zprecision.quant.panels import PackedTensor, pack
 from zprecision.quant.quantize import dequantize, quantize
-from zprecision.quant.tensor import Quantized, QuantizedTensor
+from zprecision.quant.tensor import Quantized, QuantizedTensor, read_header
 
 __all__ = [
     "NF4",
@@ -49,6 +49,7 @@ __all__ = [
     "read_awq",
     "read_compressed",
     "read_gptq",
+    "read_header",
     "to_blocks",
     "unit_of",
 ]

@@ -133,6 +133,7 @@ def unit_of(format: Format) -> int:
 
 _PLAIN: dict[str, Format] = {"q8_0": Q8_0(), "q4_0": Q4_0(), "q4_k": Q4_K(), "q6_k": Q6_K()}
 _GROUPED: dict[str, type[Int8 | Int4 | NF4 | Fp8]] = {"int8": Int8, "int4": Int4, "nf4": NF4, "fp8": Fp8}
+_DEFAULTS = {name: kind() for name, kind in _GROUPED.items()}  # made here: torch.compile traces no constructor
 
 
 def format_name(format: Format) -> str:
@@ -141,7 +142,7 @@ def format_name(format: Format) -> str:
         if format == plain:
             return name
     (name,) = (name for name, kind in _GROUPED.items() if type(format) is kind)
-    default = _GROUPED[name]()
+    default = _DEFAULTS[name]
     parts = [name]
     if format.group != default.group:  # type: ignore[union-attr]
         parts.append(f"g{format.group}" if format.group else "row")  # type: ignore[union-attr]

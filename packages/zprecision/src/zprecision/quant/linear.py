@@ -12,6 +12,9 @@ A token's output depends on its activation and the weight only, bit for bit: not
 instruction set, if the kernels are used.
 
 Backward passes through x, with the dequantized weight; weights are constants.
+
+Under torch.compile a product with quantized weights is the operator `zprecision::quantized_linear`, so the graph has
+no break.  It has the tensors of the weight as inputs, and the rest as a text.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from zprecision.backends.gpu.launch import has_gpu_kernels
 from zprecision.backends.native import is_addressable, library
 from zprecision.quant import gpu
 from zprecision.quant.activations import round_activations
+from zprecision.quant.formats import format_name, format_named
 from zprecision.quant.kernels import dense_products, products
 from zprecision.quant.panels import PackedTensor, packed_once, product_format
-from zprecision.quant.tensor import QuantizedTensor
+from zprecision.quant.tensor import QuantizedTensor, assemble
 
 __all__ = ["Weight", "linear", "linear_many"]
 
@@ -49,9 +53,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def linear_many(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> list[Tensor]:
     """Return `linear(x, weight, bias)` for every weight: the same bits, in one pass over a list of matrices."""
-    if torch.compiler.is_compiling():  # kernels are no operators of torch: a compiled graph ends here
-        many: list[Tensor] = torch.compiler.disable(_linear_many)(x, weights, biases)  # type: ignore[no-untyped-call]
-        return many
+    if torch.compiler.is_compiling():
+        biases = [None] * len(weights) if biases is None else biases
+        return [_traced(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return _linear_many(x, weights, biases)
 
 
@@ -178,3 +182,69 @@ class _QuantizedProduct(torch.autograd.Function):
         weight = ctx.weight if isinstance(ctx.weight, Tensor) else ctx.weight.dequantize(grad.dtype)
         for_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ weight.to(grad.dtype), None, for_bias
+
+
+# -- torch.compile --------------------------------------------------------------------------------
+
+
+def _traced(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Return the product as nodes of a graph."""
+    _check(x, weight, bias)
+    if isinstance(weight, Tensor):
+        return _by_torch(x, weight, bias)
+    kind = f"{type(weight).__name__} {format_name(weight.format)} {str(weight.dtype).removeprefix('torch.')}"
+    parts = weight.parts()
+    text = " ".join((kind, *parts))
+    product: Tensor = _quantized_linear(x, list(parts.values()), bias, text, list(weight.shape))
+    return product
+
+
+def _assembled(parts: Sequence[Tensor], kind: str, shape: Sequence[int]) -> Weight:
+    """Return the weight that `_traced` took apart."""
+    made, format, dtype, *names = kind.split()
+    held = dict(zip(names, parts, strict=True))
+    if made == QuantizedTensor.__name__:
+        return assemble(format_named(format), shape, getattr(torch, dtype), held)
+    rows, columns = shape
+    return PackedTensor(
+        format=format_named(format), shape=(rows, columns), dtype=getattr(torch, dtype), data=held["panels"]
+    )
+
+
+@torch.library.custom_op("zprecision::quantized_linear", mutates_args=())
+def _quantized_linear(
+    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, kind: str, shape: Sequence[int]
+) -> Tensor:
+    return _products(x, [_assembled(parts, kind, shape)], [bias])[0].contiguous()
+
+
+@_quantized_linear.register_fake
+def _(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, kind: str, shape: Sequence[int]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], shape[0])
+
+
+@torch.library.custom_op("zprecision::dequantized_product", mutates_args=())
+def _dequantized_product(grad: Tensor, parts: Sequence[Tensor], kind: str, shape: Sequence[int]) -> Tensor:
+    weight = _assembled(parts, kind, shape)
+    assert not isinstance(weight, Tensor)
+    return grad @ weight.dequantize(grad.dtype)
+
+
+@_dequantized_product.register_fake
+def _(grad: Tensor, parts: Sequence[Tensor], kind: str, shape: Sequence[int]) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], shape[1])
+
+
+def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _x, parts, _bias, *ctx.rest = inputs
+    ctx.save_for_backward(*parts)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    parts = list(ctx.saved_tensors)
+    for_x = _dequantized_product(grad, parts, *ctx.rest) if ctx.needs_input_grad[0] else None
+    for_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+    return for_x, [None] * len(parts), for_bias, None, None
+
+
+_quantized_linear.register_autograd(_backward, setup_context=_keep_weight)

@@ -172,7 +172,8 @@ class QuantizedTensor:
 
     def parts(self) -> dict[str, Tensor]:
         """Return the parts that the format has, by name."""
-        return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
+        held = [(name, getattr(self, name)) for name in PARTS]
+        return {name: part for name, part in held if part is not None}
 
 
 def _check_joined(tensors: Sequence[QuantizedTensor], dim: int) -> None:

@@ -7,8 +7,9 @@ both use the same memory.  What is not recognized is logged with the reason, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import attrs
@@ -94,9 +95,12 @@ def _places(module: nn.Module) -> tuple[_Place, ...]:
 @final
 @attrs.define(eq=False)
 class FusedPath:
-    """A decoder, and the cache that its calls share.
+    """A decoder, and the cache that its calls take turns with.
 
-    Invariant: `steps`, if any, has a capacity of `capacity` tokens; its slots are empty between calls.
+    Calls of several threads, and calls within a call (by a streamer), each have a cache: the first that of the path,
+    which stays, the others one of their own, which is freed when they end.
+
+    Invariant: `steps`, if any, has a capacity of `capacity` tokens, and no call uses it.
     A copy, also a pickled one, is recognized anew: it has the copied module's weights, and a cache of its own.
     """
 
@@ -105,8 +109,9 @@ class FusedPath:
     places: tuple[_Place, ...]  # of its weights when the decoder was made
     capacity: int  # tokens of a sequence, prompt and answer
     place: str = "init_inference()"  # where max_out_tokens is given
-    steps: DecoderPass | None = None  # with the cache of the largest batch so far
+    steps: DecoderPass | None = None  # with the cache of the largest batch so far; None while a call uses it
     timed: Callable[[], AbstractContextManager[object]] = nullcontext  # around each prefill, and each step of a batch
+    _taking: threading.Lock = attrs.field(factory=threading.Lock)  # of `steps`
 
     @classmethod
     def of(cls, decoder: Decoder, module: nn.Module, max_out_tokens: int) -> FusedPath:
@@ -129,14 +134,26 @@ class FusedPath:
         """Whether the module still has the tensors, in the memory, that the decoder reads."""
         return _places(self.module) == self.places
 
-    def empty_steps(self, num_slots: int) -> DecoderPass:
-        """Return a pass with at least `num_slots` empty slots; memory is allocated for the largest batch so far."""
-        if self.steps is None or self.steps.cache.num_slots < num_slots:
-            self.steps = None  # frees the smaller cache
-            self.steps = DecoderPass(self.decoder, KVCache.create(self.decoder, num_slots, self.capacity))
-        for slot in range(self.steps.cache.num_slots):
-            self.steps.cache.clear(slot)
-        return self.steps
+    @contextmanager
+    def empty_steps(self, num_slots: int) -> Iterator[DecoderPass]:
+        """Lend a pass with at least `num_slots` empty slots; the largest so far is kept for the next call."""
+        steps = self._take(num_slots) or DecoderPass(
+            self.decoder, KVCache.create(self.decoder, num_slots, self.capacity)
+        )
+        for slot in range(steps.cache.num_slots):
+            steps.cache.clear(slot)
+        try:
+            yield steps
+        finally:
+            with self._taking:
+                if self.steps is None or self.steps.cache.num_slots < steps.cache.num_slots:
+                    self.steps = steps
+
+    def _take(self, num_slots: int) -> DecoderPass | None:
+        """Return the kept pass if it has as many slots; a smaller one is freed."""
+        with self._taking:
+            kept, self.steps = self.steps, None
+        return None if kept is None or kept.cache.num_slots < num_slots else kept
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise RuntimeError if a prompt and `new` tokens do not fit into the cache."""

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zengine.inference.calls.path import FusedPath
+from zengine.inference.decoder import DecoderPass
 from zengine.inference.generation import Request, generate
 from zengine.inference.sampling import Sampling
 from zpartition import ModelParallelGroup
@@ -138,10 +139,14 @@ class _Loop:
 
 @torch.no_grad()
 def _decode(path: FusedPath, input_ids: Tensor, mask: Tensor | None, loop: _Loop) -> Any:
-    """Prefill all rows, then alternate: process logits, choose, stop, and one pass for each row that goes on."""
     prompts = _without_padding(input_ids, mask)
     path.check_length(max(map(len, prompts)), loop.config.max_length - input_ids.shape[1])
-    steps = path.empty_steps(len(prompts))
+    with path.empty_steps(len(prompts)) as steps:
+        return _decode_rows(path, steps, input_ids, prompts, loop)
+
+
+def _decode_rows(path: FusedPath, steps: DecoderPass, input_ids: Tensor, prompts: list[Tensor], loop: _Loop) -> Any:
+    """Prefill all rows, then alternate: process logits, choose, stop, and one pass for each row that goes on."""
     logits = path.prefill(steps, prompts).to(input_ids.device)
     pad = _padding_token(loop.config)
     has_end = any(hasattr(each, "eos_token_id") for each in loop.criteria)
@@ -242,7 +247,8 @@ def own_generate(
         Request(prompt=tuple(prompt.tolist()), sampling=rule, seeds=tuple(drawn[index] if seeds is None else seeds))
         for index, prompt in enumerate(prompts)
     ]
-    samples = generate(path.empty_steps(min(16, len(prompts) * len(requests[0].seeds))), requests)
+    with path.empty_steps(min(16, len(prompts) * len(requests[0].seeds))) as steps:
+        samples = generate(steps, requests)
     return _joined(ids, samples, given.get("pad_token_id", next(iter(rule.stop_tokens), 0)))
 
 

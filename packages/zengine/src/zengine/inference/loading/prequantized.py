@@ -1,7 +1,10 @@
-"""Hugging Face folders whose linear layers are quantized: GPTQ, AWQ and compressed-tensors.
+"""Files whose linear layers are quantized: GPTQ, AWQ, compressed-tensors, and states of our own quantized modules.
 
 The config says which method a folder has; each quantized layer is a few tensors beside each other (`x.qweight`,
 `x.scales`, ...), which appear here as one, `x.weight`.  The bits are decoded by zprecision, layer by layer.
+
+The state of a quantized module (`torch.save(module.state_dict())`, `save_pretrained`, an engine's checkpoint) has
+`x.weight.header` and the parts of the codes, in any file and without a config.
 
 Sizes and groups are those of the tensors; what the config says of them is compared with these.
 """
@@ -17,10 +20,21 @@ import torch
 from torch import Tensor
 
 from zengine.inference.loading.stored import QuantizedSlice, StoredTensor, Tensors
-from zprecision.quant import GroupedCodes, read_awq, read_compressed, read_gptq
+from zprecision.quant import (
+    GroupedCodes,
+    PackedTensor,
+    QuantizedTensor,
+    read_awq,
+    read_compressed,
+    read_gptq,
+    read_header,
+)
 
-__all__ = ["with_whole_weights"]
+__all__ = ["with_saved_codes", "with_whole_weights"]
 
+_HEADER = ".header"
+_PARTS = ("header", "panels", "codes", "scales", "mins", "supers")
+_MOST_HEADER_BYTES = 1 << 12
 _MOST_SIZE = 1 << 32  # of a dim that a file names
 
 Parts = Mapping[str, StoredTensor]
@@ -65,6 +79,41 @@ def with_whole_weights(tensors: Tensors, config: Mapping[str, Any], origin: str)
             f"{origin}: {layer}", shape, functools.partial(method.read, parts, shape)
         )
     return found
+
+
+def with_saved_codes(tensors: Tensors, origin: str) -> Tensors:
+    """Return `tensors` with one weight in place of the header and parts of each layer that was saved quantized.
+
+    Raises ValueError for a damaged header.
+    """
+    layers = [name.removesuffix(_HEADER) for name in tensors if name.endswith(_HEADER)]
+    if not layers:
+        return tensors
+    found: dict[str, StoredTensor] = dict(tensors)
+    for layer in layers:
+        names = [part for part in _PARTS if f"{layer}.{part}" in found]
+        parts = {part: found.pop(f"{layer}.{part}") for part in names}
+        where = f"{origin}: {layer}"
+        try:
+            shape = _saved_shape(parts)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        found[layer] = QuantizedSlice(where, shape, functools.partial(_saved_codes, parts))
+    return found
+
+
+def _saved_shape(parts: Parts) -> tuple[int, ...]:
+    stored = parts["header"]
+    if len(stored.get_shape()) != 1:
+        raise ValueError(f"'header' must be a row of bytes, and is {tuple(stored.get_shape())}")
+    return read_header({"header": stored[:_MOST_HEADER_BYTES]})[1]
+
+
+def _saved_codes(parts: Parts) -> QuantizedTensor:
+    whole = _whole(parts)
+    return (
+        PackedTensor.from_state_dict(whole).unpack() if "panels" in whole else QuantizedTensor.from_state_dict(whole)
+    )
 
 
 def _method(config: Mapping[str, Any], origin: str) -> _Method:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zengine.inference.loading import gguf
 from zengine.inference.loading.checkpoint_lists import CheckpointList, is_checkpoint_list, read_checkpoint_list
-from zengine.inference.loading.prequantized import with_whole_weights
+from zengine.inference.loading.prequantized import with_saved_codes, with_whole_weights
 from zengine.inference.loading.stored import StoredTensor, Tensors, sides_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def _open_weights(path: Path) -> Iterator[Source]:
     folder = path if path.is_dir() else path.parent
     with zckpt.interchange.read_weights(path) as weights:
         config = read_config(folder) if path.is_dir() else {}
-        tensors = with_whole_weights(weights, _quantization(folder, config) if path.is_dir() else {}, str(path))
+        held = with_saved_codes(weights, str(path))
+        tensors = with_whole_weights(held, _quantization(folder, config) if path.is_dir() else {}, str(path))
         yield Source(origin=str(path), tensors=tensors, config=config, folder=folder)
 
 
@@ -138,7 +139,8 @@ def _open_list(found: CheckpointList) -> Iterator[Source]:
                 )
             tensors.update({name: weights[name] for name in weights})
         folder = found.files[0].parent
-        yield Source(origin=found.origin, tensors=tensors, config=read_config(folder), folder=folder)
+        whole = with_saved_codes(tensors, found.origin)
+        yield Source(origin=found.origin, tensors=whole, config=read_config(folder), folder=folder)
 
 
 # -- zckpt ---------------------------------------------------------------------------------------
@@ -194,4 +196,5 @@ def _checkpoint_source(path: Path, checkpoint: Checkpoint) -> Source:
     folders = [path, *([path.parent] if checkpoint.path == path else [])]
     folder = next((each for each in folders if (each / "config.json").is_file()), None)
     config = {} if folder is None else read_config(folder)
-    return Source(origin=str(checkpoint.path), tensors=tensors, config=config, folder=folder)
+    whole = with_saved_codes(tensors, str(checkpoint.path))
+    return Source(origin=str(checkpoint.path), tensors=whole, config=config, folder=folder)

@@ -84,8 +84,9 @@ class _LayerFiller:
     device: torch.device
 
     def source(self, name: str) -> StoredTensor:
-        """Return the tensor of a parameter or buffer, under the name that the files have."""
-        return next(self.tensors[each] for each in self.aliases.get(name, (name,)) if each in self.tensors)
+        """Return the tensor of a parameter or buffer, under its own name or another that the files have."""
+        names = (name, *self.aliases.get(name, ()))
+        return next(self.tensors[each] for each in names if each in self.tensors)
 
     def place(self, module: nn.Module, layer: _Layer, format: Format | None) -> LayerError | None:
         """Replace a layer by a quantized one, with the file's codes if they are exact; None if it stays."""
