@@ -167,7 +167,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"ModelParallelGroup", "tensor.agree_on_random_numbers"},
     },
     # rollouts open the trainer's weights, or quantize a copy
-    "rollout/": {"zpartition": {"gathered"}, "zprecision": {"quant.format_named"}},
+    "rollout/": {"zprecision": {"quant.format_named"}},
+    # checkpoints hold the rollouts of all ranks
+    "hybrid_engine.py": {"zcomm": {"all_gather_object"}},
     # files become modules: containers by zckpt, codes by zprecision, names and shapes compared by zpartition
     "inference/loading/": {
         "zckpt": {"Shard", "find", "interchange", "open_checkpoint", "read_gguf", "save", "whole"},

@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 from torch import Tensor, nn
 
+import zcomm
 from zengine.config import Plan
 from zengine.deepspeed_engine import DeepSpeedEngine
 from zengine.engine.feature import Feature
 from zengine.engine.parts import Parts
 from zengine.inference.calls.path import reject_prompt
 from zengine.inference.calls.transformers_style import fused_generate, own_generate, unfused_argument
+from zengine.rollout.pending import PendingRollout
 from zengine.rollout.rollouts import Prompts, Rollouts
 from zengine.rollout.samples import Rollout, RolloutSample
 from zengine.rollout.values import RolloutConfig, SamplingConfig
@@ -63,6 +65,36 @@ def _raise_without_generate(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise AttributeError(f"{name} has no generate(): this is a copy of the module of a hybrid engine")
 
 
+@final
+class _PendingState(Feature):
+    """Saves a rollout that has begun, with those of all ranks: checkpoints have one state for each feature."""
+
+    name = "rollout"
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts = rollouts
+        self.pending: PendingRollout | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the pending rollout of each rank; {} stands for none.  A collective."""
+        mine = {} if self.pending is None or self.pending.is_done else self.pending.state_dict()
+        return {"ranks": zcomm.all_gather_object(mine, self.rollouts.run.parts.groups.world())}
+
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Return a function that restores this rank's rollout; another number of ranks drops all, with a warning."""
+        world, states = self.rollouts.run.parts.world, state.get("ranks", [])
+        if len(states) != world.world_size:
+            if any(states) and world.rank == 0:
+                log.warning(
+                    "a rollout that %d ranks had begun is dropped: this run has %d", len(states), world.world_size
+                )
+            return partial(self._adopt, {})
+        return partial(self._adopt, states[world.rank])
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        self.pending = self.rollouts.restored(state) if state else None
+
+
 class DeepSpeedHybridEngine(DeepSpeedEngine):
     """`DeepSpeedEngine` that generates."""
 
@@ -75,8 +107,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             version=lambda: self.clock.applied_steps,
             keeps_cache=not section.release_inference_cache,
             storage=Storage.SHARDED if plan.zero.shards_weights else Storage.WHOLE,
+            hold=self._units_held,
         )
         self._rollouts = Rollouts(self._run, weights, self._lent_states)
+        self._pending = _PendingState(self._rollouts)
+        self.add_feature(self._pending)
         self._told: set[str] = set()  # what was logged once
         self._own_generate = getattr(module, "generate", None)  # the module's; None without one
         self._had_own = "generate" in module.__dict__
@@ -110,6 +145,29 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self._rollouts.config = config
         self.clock.require_open("rollout")
         return self._rollouts.rollout(prompts, n=n, sampling=sampling, seeds=seeds)
+
+    def begin_rollout(
+        self,
+        prompts: Prompts,
+        n: int | None = None,
+        sampling: SamplingConfig | None = None,
+        *,
+        seeds: Sequence[Sequence[int]] | None = None,
+    ) -> PendingRollout:
+        """Return a rollout to run in parts: `pending.run(max_steps)` returns None until its samples have ended.
+
+        `save_checkpoint` between two parts saves the tokens so far; after `load_checkpoint`, also at another stage,
+        `pending_rollout` goes on with the bits of a run that never stopped.  Arguments and errors as of `rollout`.
+        """
+        self.clock.require_open("begin_rollout")
+        self._pending.pending = found = self._rollouts.begin(prompts, n=n, sampling=sampling, seeds=seeds)
+        return found
+
+    @property
+    def pending_rollout(self) -> PendingRollout | None:
+        """The rollout that was begun last, in this run or in the one that was loaded; None if it has ended."""
+        found = self._pending.pending
+        return None if found is None or found.is_done else found
 
     def log_probs(self, samples: Sequence[RolloutSample], *, reference: bool = False) -> list[tuple[float, ...]]:
         """Return the log-probability of each new token of `samples` by the present weights; all ranks call.
@@ -163,6 +221,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 self.module.__dict__["generate"] = self._own_generate
         self._rollouts.weights.leave_exact()
         super().close()
+
+    @contextmanager
+    def _units_held(self) -> Iterator[None]:
+        """Keep all units of stage 3 gathered inside the block."""
+        partition = self.parts.partition
+        partition.check_weights_resident()
+        partition.unshard_hooks.drop_finished()
+        with partition.unsharder.keep_unsharded(partition.unshard_hooks.units_of(self.module.parameters())):
+            yield
 
     def _log_once(self, what: str) -> None:
         if what not in self._told and self.parts.world.rank == 0:

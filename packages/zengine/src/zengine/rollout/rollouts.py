@@ -11,21 +11,22 @@ on any rank, in any batch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 from torch import Tensor
 
 from zengine.adapters import adapters_disabled
 from zengine.inference.cache import KVCache
-from zengine.inference.generation import CachedPass, Request, Sample, generate
+from zengine.inference.generation import CachedPass, Request
 from zengine.inference.structure import Decoder
 from zengine.rollout.compare import Agreement, agreement, log_probs_of
-from zengine.rollout.samples import Rollout, RolloutSample, RolloutStats
+from zengine.rollout.pending import PendingRollout, SampleProgress
+from zengine.rollout.samples import Rollout, RolloutSample
 from zengine.rollout.values import RolloutConfig, SamplingConfig
 from zengine.rollout.weights import PLACE, Storage, Weights
 
@@ -81,27 +82,49 @@ class Rollouts:
         seeds: Sequence[Sequence[int]] | None = None,
     ) -> Rollout:
         """Return `n` samples of each of this rank's prompts; see `DeepSpeedHybridEngine.rollout`."""
+        found = self.begin(prompts, n=n, sampling=sampling, seeds=seeds).run()
+        assert found is not None
+        return found
+
+    def begin(
+        self,
+        prompts: Prompts,
+        *,
+        n: int | None = None,
+        sampling: SamplingConfig | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
+    ) -> PendingRollout:
+        """Return a rollout without tokens yet, for `PendingRollout.run`.  Raises as `rollout`."""
         rule = sampling or SamplingConfig(max_new_tokens=128)
         count = rule.n_samples_per_prompt if n is None else n
         requests = self._requests(prompts, rule, count, seeds)
-        begin = time.perf_counter()
+        progress = [
+            SampleProgress(request, index, seed) for index, request in enumerate(requests) for seed in request.seeds
+        ]
+        slots = rule.continuous_batch_size or self.config.num_slots
+        return PendingRollout(functools.partial(self.advance, slots), self.weights.version(), progress)
+
+    def restored(self, state: Mapping[str, Any]) -> PendingRollout:
+        """Return the rollout that `PendingRollout.state_dict` described."""
+        return PendingRollout.of_state(state, functools.partial(self.advance, self.config.num_slots))
+
+    def advance(self, slots: int, pending: PendingRollout, max_steps: int) -> Rollout:
+        """Decode the samples that are left, for `max_steps` (0: all), and compare and chart when they have ended."""
+        if pending.version != self.weights.version():
+            raise RuntimeError(
+                f"a rollout began with the weights of step {pending.version}, and they are those of step "
+                f"{self.weights.version()}: begin another one"
+            )
+        num_left = sum(not each.finish for each in pending.progress)
+        found = Agreement()
         with self._lent_states(), self.weights.open():
-            slots = rule.continuous_batch_size or self.config.num_slots
-            num_samples = sum(len(each.seeds) for each in requests)
-            steps = _Counted(self._steps(min(slots, max(num_samples, 1))))
-            made = generate(steps, requests)
-            duration_s = time.perf_counter() - begin
-            samples = tuple(_flat(requests, made))
-            found = self._compare(samples)
-        stats = RolloutStats(
-            num_tokens=sum(len(sample.tokens) for sample in samples),
-            num_decode_steps=steps.num_steps,
-            duration_s=duration_s,
-            kl=found.kl,
-            max_delta_log_prob=found.max_delta,
-        )
-        rollout = Rollout(samples=samples, weights_version=self.weights.version(), stats=stats)
-        self._chart(rollout)
+            steps = _Counted(self._steps(min(slots, max(num_left, 1))))
+            pending.decode(steps, max_steps)
+            if pending.is_done:
+                found = self._compare([each.sample() for each in pending.progress[: self.config.compare]])
+        rollout = pending.result(found.kl, found.max_delta)
+        if pending.is_done:
+            self._chart(rollout)
         return rollout
 
     def log_probs(self, samples: Sequence[RolloutSample], *, reference: bool = False) -> list[tuple[float, ...]]:
@@ -126,9 +149,8 @@ class Rollouts:
             yield
 
     def _compare(self, samples: Sequence[RolloutSample]) -> Agreement:
-        some = samples[: self.config.compare]
-        trainer = log_probs_of(self.run.module, some)
-        return agreement(trainer, [sample.log_probs for sample in some])
+        trainer = log_probs_of(self.run.module, samples)
+        return agreement(trainer, [sample.log_probs for sample in samples])
 
     def _chart(self, rollout: Rollout) -> None:
         stats, step = rollout.stats, self.run.clock.steps
@@ -190,16 +212,3 @@ class Rollouts:
         key = f"{self.weights.version()} {occurrence} {prompt}".encode()
         first = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % _SEEDS
         return tuple(first + index for index in range(count))
-
-
-def _flat(requests: Sequence[Request], made: Sequence[Sequence[Sample]]) -> Iterator[RolloutSample]:
-    for index, (request, samples) in enumerate(zip(requests, made)):
-        for seed, sample in zip(request.seeds, samples):
-            yield RolloutSample(
-                prompt_index=index,
-                prompt=request.prompt,
-                tokens=sample.tokens,
-                log_probs=sample.log_probs,
-                seed=seed,
-                finish=sample.finish,
-            )

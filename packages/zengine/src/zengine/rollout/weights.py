@@ -4,11 +4,13 @@ Problem.  Generation needs whole weights for thousands of tokens; ZeRO-3 has sha
 
 Design.  A `Weights` object belongs to an engine.  Inside `open()` the module is in eval mode and its weights are
 whole: at stages 0 to 2 they always are, and the decoder reads them where they lie (no byte is copied); at stage 3
-they are gathered once, unit by unit, and stay until the block ends.  Adapters are merged into a copy of the matrices
+they are gathered once, unit by unit, and stay until the block ends.  A later block rebuilds the decoder over the
+weights of that time, without another observed pass.  Adapters are merged into a copy of the matrices
 that they update, in float32 and rounded once; the base is never written, so its bits do not change.  Opening inside
 an open block is free, so several rollouts, or turns, share one gather.
 
-Rejected: gathering in each layer's forward (the model travels for every token); adding the update to the base and
+Rejected: gathering in each layer's forward (the model travels for every token); `zpartition.gathered` (it looks for
+edits when it ends, which gathers everything a second time); adding the update to the base and
 subtracting it afterwards, which does not give the base's bits back.
 """
 
@@ -16,24 +18,24 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import final
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import zpartition
 from zengine.adapters.foreign import adapted
 from zengine.inference.cache import KVCache
 from zengine.inference.calls.path import FusedPath
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.exact.forward import ExactForward
 from zengine.inference.exact.steps import ExactPass
-from zengine.inference.quantized import quantized
+from zengine.inference.quantized import quantized, replaced
+from zengine.inference.quantized_modules import with_weights_of
 from zengine.inference.recognize import learnt_positions, recognize
-from zengine.inference.structure import Decoder
-from zengine.inference.verify import verify
+from zengine.inference.structure import Decoder, Projection
+from zengine.inference.verify import LONG, verify
 from zprecision.quant import format_named
 
 __all__ = ["PLACE", "Storage", "Weights", "evaluating"]
@@ -75,11 +77,14 @@ class Weights:
     version: Callable[[], int]  # optimizer steps that the weights have seen
     keeps_cache: bool  # the cache stays allocated between rollouts
     storage: Storage
+    hold: Callable[[], AbstractContextManager[None]]  # of SHARDED weights: gathers each unit once, inside the block
     depth: int = 0  # open blocks
+    skeleton: Decoder | None = None  # recognized before; its weights that are no parameters are dropped
     decoder: Decoder | None = None  # over the module's own weights
     cache: KVCache | None = None  # of the largest rollout so far
     path: FusedPath | None = None  # over `decoder`; its cache is that of `generate`
     reason: str = ""  # why `present_path` returned None
+    params: tuple[tuple[int, torch.dtype], ...] = ()  # of the module when `skeleton` was recognized
     recognized_at: int = -1  # version for which a decoder was made last and verified first; -1: never
     exact: ExactForward | None = None  # on the module from the first exact rollout until one that is not
     quantized_decoders: dict[str, Decoder] = attrs.field(factory=dict)  # copies, by format
@@ -97,7 +102,7 @@ class Weights:
             return
         with ExitStack() as stack:
             if self.storage is Storage.SHARDED:
-                stack.enter_context(zpartition.gathered(self.module))
+                stack.enter_context(self.hold())
             stack.enter_context(evaluating(self.module))
             stack.enter_context(torch.no_grad())
             self.depth += 1
@@ -123,11 +128,20 @@ class Weights:
         is_stale = self.recognized_at == 0 and self.version() > 0
         if self.decoder is not None and self.path is not None and self.path.is_current and not is_stale:
             return self.decoder
-        decoder = recognize(self.module)
-        if is_stale or self.recognized_at < 0:
-            verify(decoder, self.module)
-        self.decoder, self.recognized_at = decoder, self.version()
+        decoder = self._rebuilt(is_stale)
+        self.decoder, self.recognized_at = decoder, max(self.recognized_at, self.version())
         self.path = FusedPath.over(decoder, self.module, self.capacity, PLACE)
+        return decoder
+
+    def _rebuilt(self, is_stale: bool) -> Decoder:
+        """Return the decoder of the last block over the present weights, or recognize and verify it."""
+        params = tuple((id(param), param.dtype) for param in self.module.parameters())
+        if self.skeleton is not None and params == self.params and not is_stale:
+            return with_weights_of(self.skeleton, self.module)
+        decoder = recognize(self.module)
+        verify(decoder, self.module, longest=min(LONG, self.most_tokens))  # a module may take no more
+        self.params = params
+        self.skeleton = replaced(decoder, lambda each: _without_memory(each, self.module))
         return decoder
 
     def steps(self, num_slots: int, format: str = "") -> DecoderPass:
@@ -180,3 +194,13 @@ class Weights:
             self.reason = str(error)
             return None
         return self.path
+
+
+def _without_memory(projection: Projection, module: nn.Module) -> Projection:
+    """Return a projection without merged weights and views, which would keep memory of a closed block."""
+    weight = projection.weight
+    if not isinstance(weight, Tensor) or isinstance(weight, nn.Parameter):
+        return projection
+    empty = weight.new_empty(0, 0)
+    is_merged = adapted(module.get_submodule(projection.name)) is not None
+    return attrs.evolve(projection, weight=empty if is_merged else empty.t())  # a view stands for a transposed one
