@@ -34,6 +34,7 @@ from zengine.build.trainable import (
     check_are_parameters,
     check_class_names,
     check_not_codes,
+    read_once,
     trainable_parameters,
     with_names,
 )
@@ -261,7 +262,7 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
         _warn_unused("optimizer", plan.optimizer.type)
         return client.optimizer
     given = client.parameters
-    parameters: list[Any] = list(trainable_parameters(module) if given is None else given)
+    parameters: list[Any] = trainable_parameters(module) if given is None else read_once(given)
     if not parameters and zpartition.pipeline_stages_of(module).size > 1:
         parameters = [{"params": []}]  # this stage has only functions, or tied weights of another stage
     if not parameters and (client.optimizer is not None or plan.optimizer.type):

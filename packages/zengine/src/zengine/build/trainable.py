@@ -19,6 +19,7 @@ __all__ = [
     "check_not_codes",
     "dtype_of",
     "dtypes_of",
+    "read_once",
     "trainable_parameters",
     "with_names",
 ]
@@ -66,10 +67,18 @@ def with_names(module: nn.Module, parameters: list[Any]) -> list[Any]:
     return [add_names(item) for item in groups]
 
 
+def read_once(given: Iterable[Any]) -> list[Any]:
+    """Return the caller's parameters or groups as lists: `{"params": module.parameters()}` can be read once only."""
+    return [
+        {**item, "params": _to_list(item["params"])} if isinstance(item, dict) and "params" in item else item
+        for item in given
+    ]
+
+
 def check_are_parameters(parameters: list[Any]) -> None:
-    """Raise TypeError if `model_parameters` holds anything but tensors, (name, tensor) pairs and groups of them."""
+    """Raise TypeError if parameters from `read_once` are not all tensors, (name, tensor) pairs or groups of them."""
     for item in parameters:
-        for member in _to_list(item["params"]) if isinstance(item, dict) else [item]:
+        for member in item["params"] if isinstance(item, dict) and "params" in item else [item]:
             tensor = member[-1] if isinstance(member, tuple) and member else member
             if not isinstance(tensor, Tensor):
                 raise TypeError(

@@ -29,7 +29,7 @@ _FORWARD = (
     ),
     (
         r"cannot be multiplied|size mismatch|must match the size|shape",
-        "Compare the shapes with the sizes of the model's layers: the batch is the first dimension, features the last",
+        "Compare the shapes with the sizes of the model's layers: the first dimension is the batch",
     ),
     (r"out of (bounds|range)", "Labels and token ids count from 0 to the number of classes (or the vocabulary) - 1"),
     (r"must be Tensor", "Pass tensors: torch.as_tensor(x), or a collate_fn that makes them"),
@@ -60,7 +60,7 @@ def note_backward(error: RuntimeError) -> None:
 
 
 def _described(value: Any, name: str) -> Iterator[str]:
-    """Yield place, dtype, shape and device of each tensor in nested tuples, lists and dicts, and types of the rest."""
+    """Yield place, dtype, shape and device of each tensor in nested containers, and place and type of the rest."""
     if isinstance(value, Tensor):
         yield f"{name} {_dtype(value)} {tuple(value.shape)} on {value.device}"
     elif isinstance(value, Mapping):

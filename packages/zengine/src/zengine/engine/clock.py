@@ -37,7 +37,8 @@ _LEGAL = {
 
 
 _REMEDIES = {
-    "step": " Call engine.backward(loss) before each step(): loss = engine(batch), engine.backward(loss), engine.step().",
+    "step": " Call engine.backward(loss) before each step(): loss = engine(batch); engine.backward(loss); "
+    "engine.step().",
     "train_batch": " End the step with step() first, or drop it with engine.restart_step().",
 }
 _AFTER_CLOSE = " Make a new engine with zengine.initialize()."

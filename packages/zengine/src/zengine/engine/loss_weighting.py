@@ -218,7 +218,7 @@ def check_loss(loss: object) -> None:
     if not loss.requires_grad:
         raise ValueError(
             "backward() got a loss without a graph: it was detached, or computed under torch.no_grad(), or every "
-            "parameter behind it is frozen. Pass the loss of engine(...) as it is, and unfreeze what is to be trained "
+            "parameter behind it is frozen. Pass the loss of engine(...) as it is, and unfreeze what is to train "
             "(requires_grad_(True))"
         )
 
