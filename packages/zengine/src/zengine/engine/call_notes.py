@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+import zcomm
+
 __all__ = ["note_backward", "note_forward"]
 
 _FORWARD = (
@@ -44,7 +46,11 @@ _TWICE = (
 def note_forward(error: Exception, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Add a note to an error of `module(*args, **kwargs)` that comes from its inputs."""
     remedy = next((advice for pattern, advice in _FORWARD if re.search(pattern, str(error))), "")
-    if not remedy or not isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):
+    if (
+        not remedy
+        or isinstance(error, zcomm.CollectiveFailed)
+        or not isinstance(error, (RuntimeError, IndexError, TypeError, ValueError))
+    ):
         return
     arguments = {**{f"argument {index}": each for index, each in enumerate(args)}, **kwargs}
     given = ", ".join(list(_described(arguments, ""))[:8]) or "no tensors"
