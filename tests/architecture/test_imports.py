@@ -100,6 +100,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "features/signals.py": {"zcomm": {"all_reduce", "all_gather_object"}},
     "features/replicas.py": {"zcomm": {"all_gather_object"}, "zpartition": {"state_shards"}},
     # a failing rank tells the others
+    "engine/call_notes.py": {"zcomm": {"CollectiveFailed"}},
     "engine/memory_errors.py": {"zcomm": {"CollectiveFailed", "abort"}},
     "build/failures.py": {"zcomm": {"CollectiveFailed", "RendezvousFailed", "abort", "detect", "failure", "init"}},
     # pipeline stages exchange the layers that they hold

@@ -88,8 +88,14 @@ def os_error_path(error: OSError) -> str:
     return "" if error.filename is None else os.fspath(error.filename)
 
 
+_HINTS = {
+    errno.ENOENT: "; does every rank see the same folder?",
+    errno.ENOTDIR: "; a part of this path is a file: give a path to a folder",
+}
+
+
 def os_error_text(error: OSError) -> str:
     """ "runs/a/x: No space left on device (ENOSPC)"."""
     code = errno.errorcode.get(error.errno or 0, "OSError")
-    hint = "; does every rank see the same folder?" if error.errno == errno.ENOENT else ""
+    hint = _HINTS.get(error.errno or 0, "")
     return f"{os_error_path(error) or 'unknown path'}: {error.strerror or error} ({code}){hint}"

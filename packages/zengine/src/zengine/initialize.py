@@ -261,7 +261,7 @@ def _check_objects(model: object, optimizer: object, lr_scheduler: object) -> nn
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {_what_is(model)}")
     accepted = {
         "optimizer": "a torch.optim.Optimizer, or a function parameters -> optimizer; or leave it out and describe "
         'it in the config, as "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
@@ -272,6 +272,16 @@ def _check_objects(model: object, optimizer: object, lr_scheduler: object) -> nn
         if given is not None and not callable(given) and not hasattr(given, "step"):
             raise TypeError(f"initialize({name}={_short(given)}): pass {accepted[name]}.")
     return model
+
+
+def _what_is(model: object) -> str:
+    """Return what was passed for the model, and what to pass."""
+    if isinstance(model, type):
+        return f"the class {model.__name__}: pass an instance, model={model.__name__}(...)"
+    name = type(model).__name__
+    if isinstance(model, str):
+        return f"{name} ({_short(model)}): load the model first, and pass the module"
+    return f"{name}: pass the module itself, model=net"
 
 
 # -- the config ----------------------------------------------------------------------------------

@@ -88,6 +88,16 @@ class Variables:
     source: str
     env: Mapping[str, str]
 
+    @property
+    def advice(self) -> str:
+        """What to do about a missing or wrong variable."""
+        if self.source != "torchrun":
+            return "Start the script through its launcher, or set it."
+        return (
+            "Start the script with torchrun --nproc-per-node=N, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
+            "and MASTER_PORT, or set them all; for a single process, unset RANK and WORLD_SIZE."
+        )
+
     def text(self, *names: str, advice: str = "") -> str:
         """Value of the first of `names` that is set."""
         for name in names:
@@ -96,7 +106,7 @@ class Variables:
         beside = ", ".join(sorted(key for key in self.env if _LAUNCH_WORD.match(key))) or "nothing else"
         raise ValueError(
             f"{self.source} launch: environment variable {' or '.join(names)} is missing (set: {beside}). "
-            f"{advice or 'Start the script through its launcher, or set it.'}"
+            f"{advice or self.advice}"
         )
 
     def number(self, *names: str, default: int | None = None, advice: str = "") -> int:
@@ -105,7 +115,7 @@ class Variables:
         text = self.text(*names, advice=advice)
         if not re.fullmatch(r"-?[0-9]+", text.strip()):
             name = next(name for name in names if self.env.get(name))
-            raise ValueError(f"{self.source} launch: {name}={text!r} is not a whole number.")
+            raise ValueError(f"{self.source} launch: {name}={text!r} is not a whole number. {self.advice}")
         return int(text)
 
 

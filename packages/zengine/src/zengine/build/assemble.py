@@ -30,7 +30,14 @@ from zengine.build.expert_parallel import check_experts, distribute_experts
 from zengine.build.loaders import check_data, data_features, make_feed, training_loader
 from zengine.build.mpu import check_copies
 from zengine.build.pipeline import check_mesh
-from zengine.build.trainable import check_class_names, check_not_codes, trainable_parameters, with_names
+from zengine.build.trainable import (
+    check_are_parameters,
+    check_class_names,
+    check_not_codes,
+    read_once,
+    trainable_parameters,
+    with_names,
+)
 from zengine.checkpoint.save_load import Checkpoints
 from zengine.checkpoint.saver import BackgroundSaver, BlockingSaver, Saver
 from zengine.config import Plan
@@ -255,12 +262,15 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
         _warn_unused("optimizer", plan.optimizer.type)
         return client.optimizer
     given = client.parameters
-    parameters: list[Any] = list(trainable_parameters(module) if given is None else given)
+    parameters: list[Any] = trainable_parameters(module) if given is None else read_once(given)
     if not parameters and zpartition.pipeline_stages_of(module).size > 1:
         parameters = [{"params": []}]  # this stage has only functions, or tied weights of another stage
     if not parameters and (client.optimizer is not None or plan.optimizer.type):
         raise ValueError(_nothing_to_train_message(module, client, plan))
+    check_are_parameters(parameters)
     check_not_codes(module, parameters)
+    if client.optimizer is not None or plan.optimizer.type:
+        _warn_all_frozen(module)
     if client.optimizer is not None:
         _warn_unused("optimizer", plan.optimizer.type)
         return _call_maker(client.optimizer, parameters)
@@ -441,7 +451,8 @@ def _call_maker(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[
 def _nothing_to_train_message(module: nn.Module, client: Client, plan: Plan) -> str:
     optimizer = f'the config\'s optimizer "{plan.optimizer.type}"' if client.optimizer is None else "optimizer="
     has_none = f"{type(module).__name__} has no floating-point parameters"
-    found = has_none if client.parameters is None else "model_parameters= is empty"
+    is_empty = "model_parameters= is empty (model.parameters() is a generator: make it anew after reading it)"
+    found = has_none if client.parameters is None else is_empty
     return (
         f"{optimizer} has nothing to train: {found}. Give the parameters to train (is all of "
         f"{type(module).__name__} frozen?), or leave the optimizer out to evaluate."
@@ -470,6 +481,19 @@ def _check_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             'beside narrow masters pass an optimizer of zoptim with state_dtype="fp32", or let the config make it',
             type(optimizer).__name__,
             str(master).removeprefix("torch."),
+        )
+
+
+def _warn_all_frozen(module: nn.Module) -> None:
+    """Warn if no parameter requires a gradient: the module may be unfrozen later, or is evaluated."""
+    count = sum(1 for _ in module.parameters())
+    if count and not any(param.requires_grad for param in module.parameters()):
+        log.warning(
+            "nothing is trained: all %d parameters of %s are frozen (requires_grad=False), and an optimizer is "
+            "given. Unfreeze the parameters to train, param.requires_grad_(True), before initialize() or later; to "
+            "evaluate, leave the optimizer out",
+            count,
+            type(module).__name__,
         )
 
 

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 import zcomm
 from zpartition import pipeline_stages_of
 
-__all__ = ["check_class_names", "check_not_codes", "dtype_of", "dtypes_of", "trainable_parameters", "with_names"]
+__all__ = [
+    "check_are_parameters",
+    "check_class_names",
+    "check_not_codes",
+    "dtype_of",
+    "dtypes_of",
+    "read_once",
+    "trainable_parameters",
+    "with_names",
+]
 
 
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -56,6 +65,26 @@ def with_names(module: nn.Module, parameters: list[Any]) -> list[Any]:
         return names[id(item)], item
 
     return [add_names(item) for item in groups]
+
+
+def read_once(given: Iterable[Any]) -> list[Any]:
+    """Return the caller's parameters or groups as lists: `{"params": module.parameters()}` can be read once only."""
+    return [
+        {**item, "params": _to_list(item["params"])} if isinstance(item, dict) and "params" in item else item
+        for item in given
+    ]
+
+
+def check_are_parameters(parameters: list[Any]) -> None:
+    """Raise TypeError if parameters from `read_once` are not all tensors, (name, tensor) pairs or groups of them."""
+    for item in parameters:
+        for member in item["params"] if isinstance(item, dict) and "params" in item else [item]:
+            tensor = member[-1] if isinstance(member, tuple) and member else member
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"model_parameters= holds {member!r:.60} ({type(member).__name__}): it takes tensors, "
+                    '(name, tensor) pairs, or groups {"params": [...], ...}. Pass model.parameters()'
+                )
 
 
 def check_not_codes(module: nn.Module, parameters: list[Any]) -> None:

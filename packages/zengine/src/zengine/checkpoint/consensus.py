@@ -157,7 +157,11 @@ def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
 def found_source(root: str, tag: str | None, peers: GroupPeers) -> Iterator[Source]:
     """Yield the checkpoint that `find` returns; a folder that DeepSpeed wrote is opened where it lies."""
     if not all(peers.exchange(_is_deepspeed(root, tag))):
-        yield find(root, tag, peers)
+        try:
+            found_here = find(root, tag, peers)
+        except zckpt.CheckpointNotFound as error:
+            raise zckpt.CheckpointNotFound(f"{error}{_advice(os.fspath(root))}", path=error.path) from error
+        yield found_here
         return
     found = _open_deepspeed(root, tag, peers)
     try:
@@ -169,6 +173,21 @@ def found_source(root: str, tag: str | None, peers: GroupPeers) -> Iterator[Sour
         yield found
     finally:
         found.close()
+
+
+def _advice(root: str) -> str:
+    """Return what to pass instead of `root`, which holds no checkpoint; "" if that is unknown."""
+    if os.path.isfile(root):
+        return (
+            ": it is a file, and load_checkpoint() takes the folder that was passed to save_checkpoint(). To read "
+            f"weights alone from a file, call engine.load_weights({root!r})"
+        )
+    if os.path.isfile(os.path.join(root, "manifest.json")):
+        folder, tag = os.path.split(os.path.abspath(root))
+        return f": it is a checkpoint itself; call load_checkpoint({folder!r}, tag={tag!r})"
+    if os.path.isdir(root):
+        return ". Pass the folder that was passed to save_checkpoint(); engine.load_weights() reads files of weights"
+    return ""
 
 
 def _is_deepspeed(root: str, tag: str | None) -> bool:

@@ -132,6 +132,8 @@ class Checkpoints:
         tensors, commit the rest, publish.
         """
         run.clock.require_loadable("load_checkpoint")
+        if root is None:
+            raise TypeError("load_checkpoint(load_dir=None): give the folder that was passed to save_checkpoint()")
         self.saver.wait()
         peers, scope = GroupPeers.of(run), RestoreScope.choose(module_only, optimizer, scheduler)
         with found_source(root, tag, peers) as checkpoint:
@@ -272,7 +274,7 @@ def _objects(
     """Return the state that is JSON; `tensors` receives those of the caller's state."""
     parts = run.parts
     return {
-        "client_state": encode(dict(client_state), "client_state", tensors),
+        "client_state": encode(_as_dict(client_state), "client_state", tensors),
         "metrics": _metrics(client_state),
         "clock": encode(run.clock.state_dict()),
         "optimizer": None if run.optimizer is None else _describe_optimizer(run.optimizer),
@@ -289,6 +291,16 @@ def _objects(
         "reduce_at": run.plan.zero.reduce_at.value,
         "degrees": attrs.asdict(run.plan.parallel.degrees),
     }
+
+
+def _as_dict(client_state: object) -> dict[str, Any]:
+    """Return the caller's state.  Raises TypeError: it is no mapping."""
+    if not isinstance(client_state, Mapping):
+        raise TypeError(
+            f"save_checkpoint(client_state=...) takes a dict, got {type(client_state).__name__}: "
+            'pass {"name": value}, which load_checkpoint() returns'
+        )
+    return dict(client_state)
 
 
 def _metrics(client_state: Mapping[str, Any]) -> dict[str, float]:

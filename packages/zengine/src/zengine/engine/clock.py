@@ -36,6 +36,14 @@ _LEGAL = {
 }
 
 
+_REMEDIES = {
+    "step": " Call engine.backward(loss) before each step(): loss = engine(batch); engine.backward(loss); "
+    "engine.step().",
+    "train_batch": " End the step with step() first, or drop it with engine.restart_step().",
+}
+_AFTER_CLOSE = " Make a new engine with zengine.initialize()."
+
+
 class Boundary(enum.Enum):
     """Rule for whether the next step() updates the weights."""
 
@@ -356,8 +364,10 @@ class Clock:
         if self.phase not in legal:
             if self.phase is Phase.HALF_LOADED:
                 raise HalfLoaded(f"{call}() is not possible: {self._half_loaded}")
+            remedy = _AFTER_CLOSE if self.phase is Phase.CLOSED else _REMEDIES.get(call, "")
             raise CallOrderError(
-                f"{call}() called in phase {self.phase.value}; legal here: {_LEGAL[self.phase]}. {self.position}"
+                f"{call}() called in phase {self.phase.value}; legal here: {_LEGAL[self.phase]}. "
+                f"{self.position}{remedy}"
             )
 
     @property

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import zprecision
 from zengine.config import Plan
 from zengine.engine import accumulation, module_attributes, optimizer_calls, torch_style
+from zengine.engine.call_notes import note_backward, note_forward
 from zengine.engine.clock import Boundary, Clock
 from zengine.engine.feature import Feature
 from zengine.engine.loss_weighting import StepLoss, Weight, check_loss, check_reached
@@ -75,7 +76,11 @@ class Engine(nn.Module):
         with parts.telemetry.span("forward"):
             for feature in self._features:
                 args, kwargs = feature.forward_begin(args, kwargs)
-            output = parts.runner.forward(self.module, args, kwargs)
+            try:
+                output = parts.runner.forward(self.module, args, kwargs)
+            except Exception as error:
+                note_forward(error, self.module, args, kwargs)
+                raise
             for feature in self._features:
                 output = feature.forward_end(output)
         return output
@@ -107,7 +112,11 @@ class Engine(nn.Module):
             for feature in self._features:
                 loss = feature.backward_begin(micro, loss)
             share = run.losses.share(loss, micro, weight, divides=scale_wrt_gas)
-            torch.autograd.backward(parts.scaler.scale(share), retain_graph=retain_graph)
+            try:
+                torch.autograd.backward(parts.scaler.scale(share), retain_graph=retain_graph)
+            except RuntimeError as error:
+                note_backward(error)
+                raise
             check_reached(parts.partition)
         share = share.detach()
         run.losses.add(share)

@@ -205,7 +205,12 @@ def check_loss(loss: object) -> None:
         ValueError: not a scalar, or without a graph.
     """
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"backward() needs the loss tensor, got {type(loss).__name__}")
+        advice = (
+            "the loss itself, not loss.item()"
+            if isinstance(loss, float)
+            else "output.loss or outputs[0], for example"
+        )
+        raise TypeError(f"backward() needs the loss tensor, got {type(loss).__name__}: pass {advice}")
     if loss.numel() != 1:
         raise ValueError(
             f"backward() needs a scalar loss, got shape {tuple(loss.shape)}: reduce it first, loss.mean() for example"
@@ -213,7 +218,8 @@ def check_loss(loss: object) -> None:
     if not loss.requires_grad:
         raise ValueError(
             "backward() got a loss without a graph: it was detached, or computed under torch.no_grad(), or every "
-            "parameter behind it is frozen"
+            "parameter behind it is frozen. Pass the loss of engine(...) as it is, and unfreeze what is to train "
+            "(requires_grad_(True))"
         )
 
 
@@ -236,5 +242,6 @@ def check_reached(partition: Reached) -> None:
     if partition.is_alone and partition.num_arrived() == 0:
         raise ValueError(
             "backward() got a loss that reaches no parameter of this engine: it was computed by another module, or "
-            "every parameter behind it is frozen or missing from the optimizer"
+            "every parameter behind it is frozen or missing from the optimizer. Compute it from the output of "
+            "engine(...), and give the parameters to the optimizer"
         )
