@@ -32,18 +32,25 @@ def _engine(name: str, format: str, **given: Any) -> Any:
 
 def _decoded(engine: Any) -> Tensor:
     """Logits of both rows, token by token from the first on."""
-    steps = engine._fused.empty_steps(2)
-    return torch.stack([steps.forward_each(IDS[:, at], [0, 1]) for at in range(IDS.shape[1])])
+    with engine._fused.empty_steps(2) as steps:
+        return torch.stack([steps.forward_each(IDS[:, at], [0, 1]) for at in range(IDS.shape[1])])
+
+
+def _prefilled(engine: Any) -> Tensor:
+    """Logits after both prompts."""
+    with engine._fused.empty_steps(2) as steps:
+        found: Tensor = engine._fused.prefill(steps, list(IDS))
+    return found
 
 
 def _answers(name: str, format: str) -> dict[str, Any]:
     whole, split = _engine(name, format), _engine(name, format, tensor_parallel={"tp_size": 2})
     wanted, found = _decoded(whole), _decoded(split)
     given = {"max_new_tokens": 8, "do_sample": True, "pad_token_id": 0}
-    prompt = split._fused.prefill(split._fused.empty_steps(2), list(IDS))
+    prompt = _prefilled(split)
     return {
         "error": float((found - wanted).abs().max() / wanted.abs().max()),
-        "prompt": float((prompt - whole._fused.prefill(whole._fused.empty_steps(2), list(IDS))).abs().max()),
+        "prompt": float((prompt - _prefilled(whole)).abs().max()),
         "reasons": split._fused.steps.fused.reasons,
         "heads": split._fused.decoder.blocks[0].attention.num_heads,
         "greedy": torch.equal(
