@@ -22,7 +22,8 @@ import zengine
 from zengine.config import ConfigError
 from zengine.engine.clock import CallOrderError
 
-X, LABELS = torch.ones(2, 3), torch.tensor([0, 1])
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+X, LABELS = torch.ones(2, 3, device=DEVICE), torch.tensor([0, 1], device=DEVICE)
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
@@ -230,7 +231,11 @@ MISTAKES = {
         backward(lambda loss: loss.expand(2)), ValueError, "shape (2,)", "scalar loss", "loss.mean()"
     ),
     "a loss of another module": Mistake(
-        backward(lambda _: Net()(X, LABELS)), ValueError, "another module", "this engine", "output of engine(...)"
+        backward(lambda _: Net().to(DEVICE)(X, LABELS)),
+        ValueError,
+        "another module",
+        "this engine",
+        "output of engine(...)",
     ),
     # -- the batch
     "float labels": Mistake(
@@ -241,9 +246,11 @@ MISTAKES = {
         call(X.long(), LABELS), RuntimeError, "argument 0 int64", "weights are float32", "x.to("
     ),
     "float64 features": Mistake(call(X.double()), RuntimeError, "argument 0 float64", "weights are float32", "x.to("),
-    "too many features": Mistake(call(torch.ones(2, 5)), RuntimeError, "(2, 5)", "3x4", "Compare the shapes"),
+    "too many features": Mistake(
+        call(torch.ones(2, 5, device=DEVICE)), RuntimeError, "(2, 5)", "3x4", "Compare the shapes"
+    ),
     "a label out of range": Mistake(
-        call(X, torch.tensor([0, 7])), IndexError, "Target 7", "number of classes", "count from 0"
+        call(X, torch.tensor([0, 7], device=DEVICE)), IndexError, "Target 7", "number of classes", "count from 0"
     ),
     "a list as input": Mistake(
         call([1, 2, 3]), TypeError, "argument 0 (list)", "must be Tensor", "torch.as_tensor(x)"
