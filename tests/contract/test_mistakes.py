@@ -194,7 +194,29 @@ NOT_FOUND, TEXT = zckpt.CheckpointNotFound, "initialize() needs model=, a torch.
 STEP = "engine.backward(loss); engine.step()"
 WORLD = "torchrun --nproc-per-node"
 
+# inputs that the module rejects: torch's texts on the CPU; on CUDA some of them end the process
+BATCHES = {
+    "float labels": Mistake(
+        call(X, LABELS.float()), RuntimeError, "argument 1 float32 (2,)", "int64 indices", "labels.long()"
+    ),
+    "int32 labels": Mistake(call(X, LABELS.int()), RuntimeError, "argument 1 int32", "int64", "labels.long()"),
+    "int64 features": Mistake(
+        call(X.long(), LABELS), RuntimeError, "argument 0 int64", "weights are float32", "x.to("
+    ),
+    "float64 features": Mistake(call(X.double()), RuntimeError, "argument 0 float64", "weights are float32", "x.to("),
+    "too many features": Mistake(
+        call(torch.ones(2, 5, device=DEVICE)), RuntimeError, "(2, 5)", "3x4", "Compare the shapes"
+    ),
+    "a label out of range": Mistake(
+        call(X, torch.tensor([0, 7], device=DEVICE)), IndexError, "Target 7", "number of classes", "count from 0"
+    ),
+    "a list as input": Mistake(
+        call([1, 2, 3]), TypeError, "argument 0 (list)", "must be Tensor", "torch.as_tensor(x)"
+    ),
+}
+
 MISTAKES = {
+    **BATCHES,
     # -- the loop
     "step without forward": Mistake(without_backward, CallOrderError, "phase IDLE", "legal here: forward()", STEP),
     "step without backward": Mistake(
@@ -236,24 +258,6 @@ MISTAKES = {
         "another module",
         "this engine",
         "output of engine(...)",
-    ),
-    # -- the batch
-    "float labels": Mistake(
-        call(X, LABELS.float()), RuntimeError, "argument 1 float32 (2,)", "int64 indices", "labels.long()"
-    ),
-    "int32 labels": Mistake(call(X, LABELS.int()), RuntimeError, "argument 1 int32", "int64", "labels.long()"),
-    "int64 features": Mistake(
-        call(X.long(), LABELS), RuntimeError, "argument 0 int64", "weights are float32", "x.to("
-    ),
-    "float64 features": Mistake(call(X.double()), RuntimeError, "argument 0 float64", "weights are float32", "x.to("),
-    "too many features": Mistake(
-        call(torch.ones(2, 5, device=DEVICE)), RuntimeError, "(2, 5)", "3x4", "Compare the shapes"
-    ),
-    "a label out of range": Mistake(
-        call(X, torch.tensor([0, 7], device=DEVICE)), IndexError, "Target 7", "number of classes", "count from 0"
-    ),
-    "a list as input": Mistake(
-        call([1, 2, 3]), TypeError, "argument 0 (list)", "must be Tensor", "torch.as_tensor(x)"
     ),
     # -- arguments of initialize
     "a class as model": Mistake(option(model=Net), TypeError, "the class Net", TEXT, "model=Net(...)"),
@@ -427,12 +431,22 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_explained(name: str, tmp_path: Path) -> None:
+    if name in BATCHES and DEVICE == "cuda":
+        pytest.skip("torch checks inputs on the CPU only")
     mistake = MISTAKES[name]
     with pytest.raises(mistake.error) as caught:
         mistake.make(tmp_path)
     message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     for part in (mistake.given, mistake.allowed, mistake.remedy):
         assert part in message, f"{name}: {part!r} is not in:\n{message}"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs two devices")
+def test_a_batch_on_the_host_is_explained() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        make()(X.cpu())
+    (note,) = caught.value.__notes__
+    assert re.search(r"float32 \(2, 3\) on cpu; .*on cuda:0. Move the batch .*batch.to\(engine.device\)", note)
 
 
 def test_a_frozen_model_with_an_optimizer_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
