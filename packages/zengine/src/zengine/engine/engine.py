@@ -242,7 +242,7 @@ class Engine(nn.Module):
 
     # -- checkpoints: every rank calls -----------------------------------------------------------
 
-    @explains_memory("save_checkpoint()")
+    @explains_memory("save_checkpoint()", votes=True)
     def save_checkpoint(
         self,
         save_dir: str,
@@ -275,7 +275,7 @@ class Engine(nn.Module):
             feature.checkpoint_saved(save_dir)
         return folder
 
-    @explains_memory("load_checkpoint()")
+    @explains_memory("load_checkpoint()", votes=True)
     def load_checkpoint(
         self,
         load_dir: str,

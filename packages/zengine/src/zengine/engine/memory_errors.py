@@ -60,10 +60,11 @@ def wanted_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
 
 
-def explains_memory(call: str) -> Callable[[F], F]:
+def explains_memory(call: str, *, votes: bool = False) -> Callable[[F], F]:
     """Return a decorator of a method of the engine: errors of allocators become `OutOfMemory`.
 
     call: the method as users call it, for the message.
+    votes: the ranks of the call tell each other how it ended, and may go on; else the others are told here.
     """
 
     def decorate(method: F) -> F:
@@ -74,18 +75,19 @@ def explains_memory(call: str) -> Callable[[F], F]:
             except (MemoryError, RuntimeError, OSError) as error:
                 if isinstance(error, (OutOfMemory, zcomm.CollectiveFailed)) or not is_out_of_memory(error):
                     raise
-                raise report(error, call, self._run) from error
+                raise report(error, call, self._run, tells=not votes) from error
 
         return explained  # type: ignore[return-value]
 
     return decorate
 
 
-def report(error: BaseException, call: str, run: Run) -> OutOfMemory:
-    """Return the named error, and tell the other ranks."""
+def report(error: BaseException, call: str, run: Run, *, tells: bool = True) -> OutOfMemory:
+    """Return the named error, and tell the other ranks if `tells`."""
     place = f"rank {run.parts.world.rank} ran out of memory in {call} {run.clock.position}"
     found = describe(error, place, run.parts.partition.ledger, run.device, lambda: advice(run.plan))
-    zcomm.abort(f"{str(found).splitlines()[0]}; see its message for what to change", unless_all=True)
+    if tells:
+        zcomm.abort(f"{str(found).splitlines()[0]}; see its message for what to change", unless_all=True)
     return found
 
 
