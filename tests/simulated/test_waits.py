@@ -28,6 +28,8 @@ PROVED = {
     "interval waits for its own event",
     "spans.Stopwatch.micro_ms: self._device.synchronize()": "the same",
     "spans.Stopwatch.total_ms: self._device.synchronize()": "the same",
+    "signals.Signals.step_end: run.parts.checkpoints.wait()": "waits for files of a background save, before the rank "
+    "ends; no stream reads them",
 }
 
 
