@@ -49,6 +49,7 @@ SELECTION = (
     "packages/zengine/tests/build/test_expert_parallel.py::test_a_stage_without_experts_goes_with_one_that_has_some",
     "packages/zengine/tests/build/test_loaders.py",
     "packages/zengine/tests/data",
+    "packages/zengine/tests/engine/test_memory_errors.py::test_limits_count_the_memory_of_a_gpu",
     "packages/zengine/tests/planning/test_advice.py",
     "packages/zengine/tests/planning/test_forecast.py",
     "packages/zengine/tests/telemetry",

@@ -17,7 +17,7 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.engine.memory_errors import advice, is_out_of_memory, wanted_bytes
+from zengine.engine.memory_errors import advice, is_out_of_memory, limits, wanted_bytes
 from zengine.testing import Regression, rank_batch, small_engine
 
 HUGE = 1 << 32  # float32 elements: 16 GiB
@@ -177,3 +177,10 @@ def test_advice_follows_the_config() -> None:
             "activation checkpointing of the model's blocks (model.gradient_checkpointing_enable())",
             '"zero_optimization"',
         ]
+
+
+def test_limits_count_the_memory_of_a_gpu() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = limits(device)
+    assert "available on this host" in found
+    assert ("free on the device" in found) == (device.type == "cuda")

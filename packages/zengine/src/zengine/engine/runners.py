@@ -143,10 +143,13 @@ class InputDtypeRunner:
                 raise
             narrow = str(self.param)
             key = '"fp16": {"auto_cast": true}' if self.param == torch.float16 else f'"torch_autocast": {_AUTOCAST}'
-            raise RuntimeError(
+            explained = RuntimeError(
                 f"{error}. The model computes in {narrow}, and forward() got {', '.join(wide[:5])}. Cast floating "
                 f"inputs in the loop (x.to({narrow})), or let the engine do it: {key} in the config."
-            ) from error
+            )
+            for note in getattr(error, "__notes__", ()):  # of wide buffers, too
+                explained.add_note(note)
+            raise explained from error
 
     def close(self) -> None:
         """Close `inner`."""
