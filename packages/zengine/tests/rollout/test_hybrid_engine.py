@@ -287,6 +287,8 @@ def test_what_cannot_generate_is_told(caplog: pytest.LogCaptureFixture) -> None:
             r"prompt 0 has 35 tokens and may get 9 more; a sequence may have 41 \(hybrid_engine",
         ),
         ({"prompts": [[1], []]}, "prompt 1 has no tokens"),
+        ({"prompts": "hello"}, r"each the token ids of one: .* it is 'hello'\. Encode text by the tokenizer first"),
+        ({"prompts": [1, 2]}, r"it is \[1, 2\]\. .* put one prompt into a list"),
         ({"prompts": [[1]], "n": 0}, "n = 0; ask for at least 1 sample"),
         ({"prompts": [[1]], "n": 2, "seeds": [[1]]}, r"seeds must be 2 numbers for each of the 1 prompts"),
         ({"prompts": [[99]]}, "prompt 0 has token 99; the vocabulary has 29"),
@@ -311,6 +313,33 @@ def _one_rank_is_wrong() -> str:
 
 def test_a_wrong_request_of_one_rank_is_told_on_all() -> None:
     assert all(text.startswith("rank 1: prompt 0 has 35 tokens") for text in run_ranks(_one_rank_is_wrong, 2))
+
+
+def test_no_prompts_are_no_samples() -> None:
+    engine = engine_of()
+    rollout = engine.rollout([], sampling=SAMPLING)
+    assert rollout.samples == ()
+    with pytest.raises(ValueError, match="this rank gave no prompts"):
+        rollout.batch()
+    engine.close()
+
+
+def test_a_plain_engine_says_how_to_get_rollouts() -> None:
+    engine = engine_of(hybrid_engine={"enabled": False})
+    with pytest.raises(AttributeError, match=r'write "hybrid_engine": \{"enabled": true\} in the config'):
+        engine.rollout([[1]])
+    engine.close()
+
+
+def test_generate_that_leads_to_the_engine_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    engine_of().close()
+    assert "are hidden by attributes of the engine" not in caplog.text
+
+
+def test_a_key_without_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "zengine"):
+        RolloutConfig(use_graph_capture=True)
+    assert "use_graph_capture has no effect" in caplog.text
 
 
 def test_wrong_configs() -> None:

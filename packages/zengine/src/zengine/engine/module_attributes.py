@@ -16,6 +16,7 @@ from torch import nn
 __all__ = ["collisions", "lookup", "public_names", "warning_of_collisions"]
 
 _NN_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
+_HYBRID = ("rollout", "begin_rollout", "log_probs", "opened")  # of the engine that the section hybrid_engine makes
 _RENAMED = {"world": "parts.world", "bench_done": "monitor.bench_done"}  # old names, of version 0.2
 
 
@@ -35,8 +36,9 @@ def lookup(engine: nn.Module, name: str) -> Any:
     except AttributeError as error:
         if name in _RENAMED:
             raise AttributeError(f"engine.{name} was renamed in 0.3.0; use engine.{_RENAMED[name]}.") from None
+        hint = '; write "hybrid_engine": {"enabled": true} in the config for it' if name in _HYBRID else ""
         raise AttributeError(
-            f"neither the engine nor its module ({type(engine.module).__name__}) has an attribute {name!r}"
+            f"neither the engine nor its module ({type(engine.module).__name__}) has an attribute {name!r}{hint}"
         ) from error
     if isinstance(value, types.MethodType) and value.__self__ is engine.module:
         parts: Any = engine.parts
@@ -52,7 +54,10 @@ def public_names(engine: nn.Module) -> frozenset[str]:
 
 
 def collisions(engine: nn.Module) -> list[str]:
-    """Return the names that engine and module both have, sorted, without evaluating properties of the module."""
+    """Return the names that engine and module both have, sorted, without evaluating properties of the module.
+
+    An attribute of the module that leads to the engine (`generate` of a hybrid engine) hides nothing.
+    """
     module = engine.module
     assert isinstance(module, nn.Module)
     names = {*vars(module), *module._modules, *module._parameters, *module._buffers}
@@ -60,7 +65,8 @@ def collisions(engine: nn.Module) -> list[str]:
         if kind is nn.Module:
             break
         names.update(vars(kind))
-    return sorted(public_names(engine) & names)
+    led_here = {name for name, value in vars(module).items() if getattr(value, "engine", None) is engine}
+    return sorted((public_names(engine) & names) - led_here)
 
 
 def warning_of_collisions(engine: nn.Module) -> str:

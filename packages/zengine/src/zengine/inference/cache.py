@@ -9,6 +9,7 @@ largest magnitude of its head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import attrs
@@ -98,6 +99,13 @@ class KVCache:
         if not self.key_scales:
             return keys, values
         return keys * part(self.key_scales).unsqueeze(-1), values * part(self.value_scales).unsqueeze(-1)
+
+    def check_each(self, num_tokens: int, slots: Sequence[int]) -> None:
+        """Raise ValueError unless `slots` are as many different ones, each with room for a token."""
+        if len(set(slots)) != len(slots) or len(slots) != num_tokens:
+            raise ValueError(f"forward_each() got {num_tokens} tokens for the slots {list(slots)}: pass one for each")
+        for slot in slots:
+            self.check_room(slot, 1)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give `target` the first `length` tokens of `source`: a prompt is computed once for all its samples."""

@@ -76,10 +76,7 @@ class DecoderPass:
 
         Raises ValueError if slots are equal, or one is full or does not exist; nothing is written then.
         """
-        if len(set(slots)) != len(slots) or len(slots) != len(ids):
-            raise ValueError(f"forward_each() got {len(ids)} tokens for the slots {list(slots)}: pass one for each")
-        for slot in slots:
-            self.cache.check_room(slot, 1)
+        self.cache.check_each(len(ids), slots)
         fusion = self._current_fusion()
         if not fusion.report.fused:
             return torch.stack([self.forward(ids[at : at + 1], slot) for at, slot in enumerate(slots)])

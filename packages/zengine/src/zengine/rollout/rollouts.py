@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
@@ -187,7 +189,7 @@ class Rollouts:
     ) -> list[Request]:
         if count < 1:
             raise ValueError(f"rollout(): n = {count}; ask for at least 1 sample of each prompt")
-        tokens = [tuple(int(token) for token in prompt) for prompt in prompts]
+        tokens = _tokens_of(prompts)
         if seeds is not None and [len(each) for each in seeds] != [count] * len(tokens):
             raise ValueError(
                 f"rollout(): seeds must be {count} numbers for each of the {len(tokens)} prompts; their lengths are "
@@ -212,3 +214,15 @@ class Rollouts:
         key = f"{self.weights.version()} {occurrence} {prompt}".encode()
         first = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % _SEEDS
         return tuple(first + index for index in range(count))
+
+
+def _tokens_of(prompts: Prompts) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt.  Raises ValueError for text, and for a prompt without a list around it."""
+    try:
+        return [tuple(operator.index(token) for token in prompt) for prompt in prompts]
+    except TypeError:
+        raise ValueError(
+            "rollout(): prompts must be a list of prompts, each the token ids of one: [[1, 2, 3], [4, 5]], or "
+            f"tensors (time,); it is {reprlib.repr(prompts)}. Encode text by the tokenizer first, and put one prompt "
+            "into a list"
+        ) from None

@@ -6,12 +6,16 @@ They are mutable dataclasses, since code written for DeepSpeed copies and edits 
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from torch import Tensor
 
 from zengine.inference.sampling import Sampling
 
 __all__ = ["RolloutBatch", "RolloutConfig", "RolloutRequest", "SamplingConfig"]
+
+
+log = logging.getLogger("zengine")
 
 
 @dataclasses.dataclass
@@ -42,6 +46,8 @@ class RolloutConfig:
             raise ValueError(
                 f"RolloutConfig: quantize={self.quantize!r} rounds the weights, so exact=True cannot hold: drop one"
             )
+        if self.use_graph_capture:
+            log.info("RolloutConfig.use_graph_capture has no effect: rollouts launch their kernels themselves")
         if self.quantize:
             from zprecision.quant import format_named
 

@@ -30,6 +30,7 @@ from zengine.inference.cache import KVCache
 from zengine.inference.calls.path import FusedPath
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.exact.forward import ExactForward
+from zengine.inference.exact.modules import evaluating
 from zengine.inference.exact.steps import ExactPass
 from zengine.inference.quantized import quantized, replaced
 from zengine.inference.quantized_modules import with_weights_of
@@ -38,23 +39,9 @@ from zengine.inference.structure import Decoder, Projection
 from zengine.inference.verify import LONG, verify
 from zprecision.quant import format_named
 
-__all__ = ["PLACE", "Storage", "Weights", "evaluating"]
-
+__all__ = ["PLACE", "Storage", "Weights"]
 
 PLACE = "hybrid_engine.max_out_tokens"  # the key of the config that limits prompt and sample
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put every submodule into eval mode; each gets its own mode back."""
-    training = [each for each in module.modules() if each.training]
-    for each in training:
-        each.training = False
-    try:
-        yield
-    finally:
-        for each in training:
-            each.training = True
 
 
 class Storage(enum.Enum):

@@ -160,6 +160,14 @@ def test_a_wrong_section_says_what_to_write(
         plan_of(world, section, **source)
 
 
+def test_a_batch_of_one_world_alone_is_told() -> None:
+    section = {"max_train_batch_size": 1024, "micro_batch_sizes": [4, 8], "version": 0.2, "num_gpus_per_node": 8}
+    alone, one_of_many = plan_of(40, {**section, "max_gpus": 64}), plan_of(24, {**section, "max_gpus": 64})
+    assert (alone.batch.train_batch_size, one_of_many.batch.train_batch_size) == (960, 768)
+    told = [any("960 samples are the batch of this world alone" in note for note in alone.notices)]
+    assert [*told, any("of this world alone" in note for note in one_of_many.notices)] == [True, False]
+
+
 def test_overridden_batch_sizes_are_told() -> None:
     plan = plan_of(4, {"ignore_non_elastic_batch_info": True}, train_batch_size=8)
     assert plan.batch.train_batch_size == 1680

@@ -206,13 +206,22 @@ def elastic_batch(config: Config, parallel: ParallelPlan) -> BatchPlan | Problem
     )
 
 
-def elastic_notices(config: Config) -> list[str]:
-    """Return a notice for each key of the batch that elasticity overrides."""
-    section = config.settings.elasticity
-    if not section.enabled or not section.ignore_non_elastic_batch_info:
+def elastic_notices(config: Config, parallel: ParallelPlan) -> list[str]:
+    """Return a notice for each key of the batch that elasticity overrides, and for a batch of this world alone."""
+    section, replicas = config.settings.elasticity, parallel.data_ranks
+    if not section.enabled:
         return []
-    given = [key for key in BATCH_KEYS if key in config.given]
-    return [f"{config.origin(key)}: {key} has no effect here: elasticity chooses it" for key in given]
+    given = [key for key in BATCH_KEYS if key in config.given] if section.ignore_non_elastic_batch_info else []
+    notices = [f"{config.origin(key)}: {key} has no effect here: elasticity chooses it" for key in given]
+    found = solve_elastic(terms_of(section), replicas)
+    ranks = replicas * section.model_parallel_size
+    if section.version > 0.1 and found.replicas == (replicas,) and section.min_gpus != section.max_gpus:
+        notices.append(
+            f"{config.origin('elasticity.enabled')}: elasticity: {ranks} ranks ({section.num_gpus_per_node} a host) "
+            f"do not fit the batch that most worlds can train; {found.batch} samples are the batch of this world "
+            "alone, and another world has another batch"
+        )
+    return notices
 
 
 def terms_of(section: Elasticity) -> ElasticTerms:

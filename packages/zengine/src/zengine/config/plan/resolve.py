@@ -156,7 +156,7 @@ def _notices(config: Config, facts: Facts, parallel: ParallelPlan, dtypes: Preci
     """Return the notices that depend on the facts or on several keys."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *averaging_notices(config), *profiling_notices(config, facts)]
-    notices += [*data_notices(config), *elastic_notices(config)]
+    notices += [*data_notices(config), *elastic_notices(config, parallel)]
     notices += [*rate_notices(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + stage_3_keys(config)

@@ -69,10 +69,7 @@ class ExactPass:
 
         Raises ValueError if slots are equal, or one is full or does not exist; nothing is written then.
         """
-        if len(set(slots)) != len(slots) or len(slots) != len(ids):
-            raise ValueError(f"forward_each() got {len(ids)} tokens for the slots {list(slots)}: pass one for each")
-        for slot in slots:
-            self.cache.check_room(slot, 1)
+        self.cache.check_each(len(ids), slots)
         num, missing = len(slots), -len(slots) % TILE
         lengths = [self.cache.lengths[slot] for slot in slots]
         positions = torch.tensor(lengths, device=ids.device)
