@@ -153,3 +153,19 @@ def groups_after_uneven_numbers_of_others() -> list[float]:
 
 def test_ranks_with_different_earlier_groups_form_a_group() -> None:
     assert run_ranks(groups_after_uneven_numbers_of_others, 4, timeout_s=20) == [[2.0, 2.0], [4.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("has_foreach", [True, False])
+def test_lists_of_tensors_are_one_call_or_a_loop(has_foreach: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("_foreach_norm", "_foreach_add_", "_foreach_copy_")
+    assert all(getattr(compat, name) is not None for name in names), "this torch has moved them"
+    for name in () if has_foreach else names:
+        monkeypatch.setattr(compat, name, None)
+    tensors = [torch.tensor([3.0, 4.0]), torch.ones(1)]
+    assert [norm.item() for norm in compat.foreach_norm(tensors)] == [5.0, 1.0]
+    compat.foreach_add_(tensors, [torch.ones(2), torch.ones(1)])
+    assert [tensor.tolist() for tensor in tensors] == [[4.0, 5.0], [2.0]]
+    compat.foreach_copy_(tensors, [torch.zeros(2), torch.ones(1)])
+    assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.0], [1.0]]
+    compat.foreach_add_([], [])
+    compat.foreach_copy_([], [])

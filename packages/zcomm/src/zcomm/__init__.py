@@ -14,12 +14,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from zcomm.collectives.block_codes import BlockCode
+from zcomm.collectives.compressed import CompressedAllReduce, SignLayout
+from zcomm.collectives.error_feedback import ErrorFeedback
 from zcomm.collectives.handles import DONE, CollectiveFailed, Handle, after
 from zcomm.collectives.launches import launching, on_launch
 from zcomm.collectives.objects import all_gather_object
 from zcomm.collectives.quantized import all_gather_quantized, reduce_scatter_quantized
 from zcomm.collectives.ragged import all_to_all_ragged_rows, all_to_all_v, gather_rows, return_ragged_rows
 from zcomm.collectives.shared_tensors import shared_empty
+from zcomm.collectives.sign_codes import pack_signs, unpack_signs
 from zcomm.collectives.trace import Record, traced
 from zcomm.collectives.verbs import (
     all_gather,
@@ -53,7 +56,9 @@ __all__ = [
     "BlockCode",
     "CollectiveFailed",
     "Communicator",
+    "CompressedAllReduce",
     "Degrees",
+    "ErrorFeedback",
     "Groups",
     "Handle",
     "Launch",
@@ -63,6 +68,7 @@ __all__ = [
     "ProcessTopology",
     "Record",
     "RendezvousFailed",
+    "SignLayout",
     "World",
     "abort",
     "after",
@@ -94,6 +100,7 @@ __all__ = [
     "make_mesh",
     "mpu_getter",
     "on_launch",
+    "pack_signs",
     "played_world",
     "reduce_scatter",
     "reduce_scatter_quantized",
@@ -105,6 +112,7 @@ __all__ = [
     "traced",
     "transport",
     "transport_reason",
+    "unpack_signs",
 ]
 
 RENAMED = {  # old name -> new name, for one minor version

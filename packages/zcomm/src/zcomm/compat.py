@@ -206,5 +206,35 @@ def work_of(future: Any) -> Any:
     return future if make is None else make(future)
 
 
+_foreach_norm: Any = getattr(torch, "_foreach_norm", None)
+_foreach_add_: Any = getattr(torch, "_foreach_add_", None)
+_foreach_copy_: Any = getattr(torch, "_foreach_copy_", None)
+
+
+def foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """L2 norm of each tensor, () each; one call, if torch has it."""
+    if _foreach_norm is None:
+        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    return list(_foreach_norm(tensors))
+
+
+def foreach_add_(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Add to each tensor; one call, if torch has it."""
+    if _foreach_add_ is None:
+        for tensor, other in zip(tensors, others):
+            tensor.add_(other)
+    elif tensors:
+        _foreach_add_(tensors, others)
+
+
+def foreach_copy_(tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy into each tensor; one call, if torch has it."""
+    if _foreach_copy_ is None:
+        for tensor, source in zip(tensors, sources):
+            tensor.copy_(source)
+    elif tensors:
+        _foreach_copy_(tensors, sources)
+
+
 def _options(name: str) -> Any:
     return getattr(dist, name)()

@@ -128,7 +128,8 @@ def test_async_handles_may_be_waited_for_in_any_order_and_twice() -> None:
     assert run_ranks(rank_overlaps, 2) == [["one", "two"]] * 2
 
 
-def test_without_torch_distributed_the_world_is_one_rank() -> None:
+def rank_without_torch_distributed() -> None:
+    dist.destroy_process_group()
     assert not dist.is_initialized()
     assert (zcomm.group_size(), zcomm.group_rank()) == (1, 0)
     tensor, output = torch.arange(4.0), torch.empty(4)
@@ -142,6 +143,11 @@ def test_without_torch_distributed_the_world_is_one_rank() -> None:
         zcomm.all_gather(tensor, tensor)
         zcomm.barrier()
     assert communication.count() == 0
+
+
+def test_without_torch_distributed_the_world_is_one_rank() -> None:
+    """In a process of its own, since engines of other tests start a world in the process of the tests."""
+    run_ranks(rank_without_torch_distributed, 1)
 
 
 def test_the_skip_copies_into_a_leaf_that_requires_grad() -> None:

@@ -84,6 +84,24 @@ def _sums() -> dict[str, list[float]]:
     return found
 
 
+def test_independent_replicas_sum_gradients_inside() -> None:
+    degrees = Degrees(replicate=2, shard=2, sequence=2, tensor=2, expert=2)
+    summed, apart = (Groups.of(degrees, 16, 5) for _ in range(2))
+    apart.independent = True
+    assert summed.gradient_ranks() == (1, 3, 5, 7, 9, 11, 13, 15)
+    assert apart.gradient_ranks() == (1, 3, 5, 7)
+    assert summed.replica_ranks() == tuple(range(16))
+    assert apart.replica_ranks() == tuple(range(8))
+    assert apart.ranks("replicate") == (5, 13)
+    assert apart.expert_ranks() == (5, 7)
+    assert apart.expert_data_ranks() == (1, 5)
+    assert apart.get_sequence_data_parallel_world_size() == 4
+    assert apart.get_data_parallel_world_size() == 4
+    pipelined = Groups.of(Degrees(pipeline=2, replicate=2, shard=2), 8, 5)
+    pipelined.independent = True
+    assert pipelined.replica_ranks() == (0, 1, 4, 5)
+
+
 def test_groups_come_from_degrees_a_mesh_or_an_mpu() -> None:
     try:
         for rank, found in enumerate(run_ranks(_sums, 4)):

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from zcomm.collectives import checks
 from zcomm.collectives.block_codes import BlockCode
+from zcomm.collectives.error_feedback import ErrorFeedback
 from zcomm.collectives.handles import DONE, Handle, after
 from zcomm.collectives.verbs import all_gather, all_to_all, group_rank, group_size
 from zcomm.hangs.fingerprint import call_name
@@ -80,6 +81,7 @@ def reduce_scatter_quantized(
     *,
     groups: tuple[ProcessGroup | None, ProcessGroup | None] | None = None,
     code: BlockCode = INT4,
+    feedback: ErrorFeedback | None = None,
     async_op: bool = False,
     label: str = "",
 ) -> Handle:
@@ -89,6 +91,7 @@ def reduce_scatter_quantized(
     output: (n,) contiguous, same dtype and device, or this rank's slice of input.
     groups: (inside a host, between hosts) for two hops, instead of `group`.  The second group holds the ranks of
         equal index in their hosts; slices go to rank `host * ranks of a host + index in the host`.
+    feedback: adds what the code lost in this rank's last messages; one object for each repeated reduction.
     Another rank's element arrives within `code.relative_error` of its block's largest magnitude (two hops: and the
     sum over a host once more within that of its own block).  Sums are float32, in the order of the ranks.
     Raises ValueError naming the call if the tensors do not match.
@@ -101,7 +104,9 @@ def reduce_scatter_quantized(
     checks.flat_pair("reduce_scatter_quantized", label, output, input, size=hosts * places, rank=rank)
     # (hosts, places, n) -> (places, hosts * n): the parts that each rank of this host sends on to all hosts
     parts = input.detach().view(hosts, places, -1).transpose(0, 1).reshape(places, -1)
-    first = _Hop.send(parts, inner, code, async_op=async_op, label=label)
+    if feedback is not None:
+        feedback.begin()
+    first = _Hop.send(parts, inner, _Encoder(code, feedback, 0), async_op=async_op, label=label)
 
     def put(total: Tensor) -> None:
         output.detach().copy_(total)
@@ -111,10 +116,27 @@ def reduce_scatter_quantized(
         if hosts == 1:
             put(total)
             return DONE
-        second = _Hop.send(total.view(hosts, -1), outer, code, async_op=async_op, label=f"{label} between")
+        encoder = _Encoder(code, feedback, 1)
+        second = _Hop.send(total.view(hosts, -1), outer, encoder, async_op=async_op, label=f"{label} between")
         return after(second.handle, lambda: put(second.total()))
 
     return _with_finish(first.handle, finish, async_op=async_op)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Encoder:
+    """Code of the messages of one hop."""
+
+    code: BlockCode
+    feedback: ErrorFeedback | None
+    hop: int
+
+    def encode(self, values: Tensor, message: Tensor, receiver: int) -> None:
+        if self.feedback is None:
+            self.code.encode(values, message)
+        else:
+            self.feedback.encode(values, message, self.code, hop=self.hop, receiver=receiver)
 
 
 @final
@@ -129,9 +151,11 @@ class _Hop:
     code: BlockCode
 
     @classmethod
-    def send(cls, parts: Tensor, group: ProcessGroup | None, code: BlockCode, *, async_op: bool, label: str) -> _Hop:
+    def send(
+        cls, parts: Tensor, group: ProcessGroup | None, encoder: _Encoder, *, async_op: bool, label: str
+    ) -> _Hop:
         """parts: (size, n), one per receiver."""
-        rank = group_rank(group)
+        rank, code = group_rank(group), encoder.code
         own = parts[rank].to(torch.float32, copy=True)
         if parts.shape[0] == 1:
             return cls(DONE, own.new_empty(0, dtype=torch.uint8), own, rank, code)
@@ -140,7 +164,7 @@ class _Hop:
             if receiver == rank:
                 message.zero_()  # not read
             else:
-                code.encode(parts[receiver], message)
+                encoder.encode(parts[receiver], message, receiver)
         received = torch.empty_like(sent)
         handle = all_to_all(received, sent, group, async_op=async_op, label=label)
         return cls(handle, received, own, rank, code)

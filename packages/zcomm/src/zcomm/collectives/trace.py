@@ -58,6 +58,14 @@ def traced(sink: SinkT) -> Iterator[SinkT]:
 
     sink: a list (records are appended) or a callable of one record, called by the thread that waited, by one thread
     at a time.  Nested traces all receive.  Yields `sink`; raises TypeError for anything else.
+
+    >>> import torch, zcomm
+    >>> world = zcomm.init(device="cpu")
+    >>> with zcomm.traced([]) as log:
+    ...     _ = zcomm.all_reduce(torch.ones(4), label="loss")
+    >>> [(record.op, record.label) for record in log]  # a single rank sends nothing
+    []
+    >>> world.close()
     """
     global _open
     deliver = _make_delivery(sink)

@@ -77,6 +77,13 @@ def all_reduce(
 
     tensor: contiguous, any shape, same shape and dtype on every rank; written in place.
     Raises ValueError naming the call for an unknown op or a tensor that cannot be reduced in place.
+
+    >>> import torch, zcomm
+    >>> world, loss = zcomm.init(device="cpu"), torch.tensor([3.0])
+    >>> _ = zcomm.all_reduce(loss, label="loss")
+    >>> loss / zcomm.group_size()
+    tensor([3.])
+    >>> world.close()
     """
     reduction = _reduction("all_reduce", label, op)
     checks.dense("all_reduce", label, "tensor", tensor)
@@ -108,6 +115,15 @@ def reduce_scatter(
     input: (size * n,) contiguous; output: (n,) contiguous, same dtype and device, or this rank's slice of input.
     If the two share memory, the other slices of `input` are undefined afterwards.
     Raises ValueError naming the call if the tensors do not match.
+
+    >>> import torch, zcomm
+    >>> world, gradient = zcomm.init(device="cpu"), torch.arange(4.0)
+    >>> shard = torch.empty(4 // zcomm.group_size())
+    >>> handle = zcomm.reduce_scatter(shard, gradient, async_op=True, label="bucket[0]")
+    >>> handle.wait()
+    >>> shard
+    tensor([0., 1., 2., 3.])
+    >>> world.close()
     """
     reduction = _reduction("reduce_scatter", label, op)
     size, rank = group_size(group), group_rank(group)
@@ -147,6 +163,14 @@ def all_gather(
     agreed: over Gloo, compare the call with those of the other ranks first, in a small message.  Gloo ends the
         process if another rank sends more than expected, and mixes up messages of equal size.  Shared memory
         compares every call.
+
+    >>> import torch, zcomm
+    >>> world, shard = zcomm.init(device="cpu"), torch.tensor([1.0, 2.0])
+    >>> whole = torch.empty(2 * zcomm.group_size())
+    >>> _ = zcomm.all_gather(whole, shard)
+    >>> whole
+    tensor([1., 2.])
+    >>> world.close()
     """
     size, rank = group_size(group), group_rank(group)
     checks.flat_pair("all_gather", label, output, input, size=size, rank=rank)
@@ -173,6 +197,11 @@ def broadcast(
 
     tensor: contiguous, any shape, same shape and dtype on every rank; written in place.
     Raises ValueError naming the call if there is no such rank.
+
+    >>> import torch, zcomm
+    >>> world, weight = zcomm.init(device="cpu"), torch.ones(2)
+    >>> _ = zcomm.broadcast(weight, source=0)
+    >>> world.close()
     """
     checks.dense("broadcast", label, "tensor", tensor)
     size = group_size(group)

@@ -47,7 +47,7 @@ typedef struct {
   zs_descriptor first, second; /* the calls of rank 0 and of `rank`, if they disagree */
 } zs_report;
 
-const char *zs_source_hash(void);
+const char *zs_source_hash(void); /* of the C files, hatch_build.py and [tool.zbuild] */
 void *zs_map(int descriptor, int64_t bytes); /* shared, readable and writable; NULL and errno */
 void zs_unmap(void *start, int64_t bytes);
 const char *zs_level_name(void);
@@ -79,12 +79,40 @@ void zs_failure(zs_group *group, zs_report *report);
 void zs_reduce(int dtype, int reduction, int num, const void *const *sources, int num_outputs, void *const *outputs,
                int64_t numel, int is_fresh);
 void zs_stream(void *to, const void *from, int64_t bytes);
+
+/* Sign codes: a run is a part of one tensor, or of padding, that one thread encodes or decodes. */
+typedef struct {
+  int64_t buffer, begin; /* its elements [begin, begin + numel) of a buffer */
+  int64_t piece;         /* index of its scale; negative for padding */
+  int64_t at;            /* its first element in `coded` */
+  int64_t code;          /* its first byte in `codes`, and in a message of `received` */
+  int64_t numel;
+} zs_signs;
+
+/* Arguments of a phase; those that it does not use are NULL. */
+typedef struct {
+  int64_t num_runs;
+  const zs_signs *runs;
+  float *const *buffers;
+  float *coded;             /* what was encoded last; errors are coded - scale * sign */
+  const float *scales;      /* by piece: of what was encoded last (encode, average, settle) or of `codes` (decode) */
+  uint8_t *codes;
+  double *squares;          /* by run: sum of squares of what is encoded */
+  const uint8_t *received;  /* average: messages of the sources, of source_bytes each */
+  const float *source_scales; /* [source][num_scales], divided by the number of sources */
+  int64_t num_sources, source_bytes, num_scales;
+} zs_signs_job;
+
+void zs_signs_run(int phase, const zs_signs_job *job, int num_threads); /* ZS_ENCODE, ... */
+void zs_set_omp(uint64_t parallel); /* address of GOMP_parallel; 0 for none */
+int zs_level(void);                 /* the level in use */
 int zs_set_level(int level); /* 0 plain, 1 AVX2, 2 AVX-512, or the best of this processor; returns the level in use */
 /* cdef end */
 
 enum { ZS_ALL_REDUCE, ZS_REDUCE_SCATTER, ZS_ALL_GATHER, ZS_BROADCAST, ZS_ALL_TO_ALL, ZS_ALL_TO_ALL_V, ZS_BARRIER };
 enum { ZS_FLOAT32, ZS_FLOAT64, ZS_BFLOAT16, ZS_FLOAT16, ZS_INT32, ZS_INT64, ZS_UINT8, ZS_INT8, ZS_BOOL, ZS_REDUCIBLE };
 enum { ZS_SUM, ZS_MAX, ZS_MIN, ZS_REDUCTIONS };
+enum { ZS_ENCODE, ZS_AVERAGE, ZS_DECODE, ZS_SETTLE };
 enum { ZS_FINE, ZS_DIED, ZS_TIMED_OUT, ZS_CLOSED, ZS_DISAGREE, ZS_ELSEWHERE };
 
 #endif

@@ -5,6 +5,8 @@
  *   zs_steps.c    the steps of each collective
  *   zs_memory.c   mappings and segments
  *   zs_reduce.c   arithmetic; compiled once per instruction set
+ *   zs_signs.c    sign codes, of no group; compiled once per instruction set
+ *   zs_team.c     threads of sign codes
  *
  * A collective is a sequence of steps with a barrier of the group between two of them.  Steps are numbered over
  * the lifetime of the group by `count`, equal on all ranks.  [Note: parity]  What a rank writes into its control

@@ -40,10 +40,12 @@ int zs_set_level(int wanted) {
   return level;
 }
 
-const char *zs_level_name(void) {
+int zs_level(void) {
   if (level < 0) zs_set_level(ZS_BEST_LEVEL);
-  return LEVEL_NAMES[level];
+  return level;
 }
+
+const char *zs_level_name(void) { return LEVEL_NAMES[zs_level()]; }
 
 const char *zs_source_hash(void) { return ZS_SOURCE_HASH; }
 

@@ -9,6 +9,9 @@ communicate most and are neighbours.  *Data* ranks (replicate x shard) see diffe
 and sequence) sum gradients.  Expert ranks are no further axis: they are consecutive gradient ranks among which
 experts are sharded, and *expert data* ranks hold the same experts.
 
+Replicas may be *independent*: each group of ranks with equal position along `replicate` then trains by itself, with
+gradient and expert ranks inside, and meets the others only in `across()`.
+
 The layout is arithmetic and needs no processes.  A group is made on first use, by its ranks, and kept with the
 default group, so all callers with the same ranks get the same group.
 """
@@ -103,6 +106,7 @@ class Groups:
     rank: int  # global rank of this process
     expert: int = 1  # degree
     given: dict[tuple[int, ...], ProcessGroup] = attrs.field(factory=dict)  # by their ranks: groups made elsewhere
+    independent: bool = False  # no gradients are summed along `replicate`
 
     @classmethod
     def of(cls, degrees: Degrees, world_size: int | None = None, rank: int | None = None) -> Groups:
@@ -181,15 +185,23 @@ class Groups:
         index = tuple(slice(None) if axis in axes else int(at) for axis, at in zip(self.axes, here))
         return tuple(self.table[index].reshape(-1).tolist())
 
+    def gradient_ranks(self) -> tuple[int, ...]:
+        """Global ranks that sum gradients of non-expert parameters."""
+        return self.ranks(*_GRADIENT[self.independent :])
+
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Global ranks that train together: those of this replica if replicas are independent, else all."""
+        return tuple(sorted(self.ranks(*(axis for axis in _AXES if axis != "replicate" or not self.independent))))
+
     def expert_ranks(self) -> tuple[int, ...]:
         """Global ranks among which this rank's experts are sharded."""
-        all_ranks = self.ranks(*_GRADIENT)
+        all_ranks = self.gradient_ranks()
         first = all_ranks.index(self.rank) // self.expert * self.expert
         return all_ranks[first : first + self.expert]
 
     def expert_data_ranks(self) -> tuple[int, ...]:
         """Global ranks that hold the same experts and sum their gradients."""
-        all_ranks = self.ranks(*_GRADIENT)
+        all_ranks = self.gradient_ranks()
         return all_ranks[all_ranks.index(self.rank) % self.expert :: self.expert]
 
     # -- groups ----------------------------------------------------------------------------------
@@ -229,7 +241,15 @@ class Groups:
 
     def gradient(self) -> ProcessGroup | None:
         """Ranks that sum gradients of non-expert parameters: the `group` of `zpartition.shard`."""
-        return self.group(self.ranks(*_GRADIENT))
+        return self.group(self.gradient_ranks())
+
+    def replica(self) -> ProcessGroup | None:
+        """Group of `replica_ranks`."""
+        return self.group(self.replica_ranks())
+
+    def across(self) -> ProcessGroup | None:
+        """Ranks of equal index in all replicas."""
+        return self.group(self.ranks("replicate"))
 
     def experts(self) -> ProcessGroup | None:
         """Group of `expert_ranks`."""
@@ -265,7 +285,7 @@ _RANKS: dict[str, Any] = {
     "get_pipe_parallel": lambda groups: groups.ranks("pipeline"),
     "get_pipeline_model_parallel": lambda groups: groups.ranks("pipeline"),
     "get_data_parallel": lambda groups: groups.ranks(*_DATA),
-    "get_sequence_data_parallel": lambda groups: groups.ranks(*_GRADIENT),
+    "get_sequence_data_parallel": lambda groups: groups.gradient_ranks(),
     "get_expert_parallel": lambda groups: groups.expert_ranks(),
     "get_expert_data_parallel": lambda groups: groups.expert_data_ranks(),
 }

@@ -23,6 +23,13 @@ def make_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
 
     device_type: "cpu" or "cuda", the device of the tensors to communicate.  A collective: every rank must call.
     Raises ValueError if the sizes do not multiply to the world size, RuntimeError before `zcomm.init()`.
+
+    >>> import zcomm
+    >>> world = zcomm.init(device="cpu")
+    >>> mesh = zcomm.make_mesh(replicate=1, shard=-1)
+    >>> zcomm.axis_size(mesh, "shard")
+    1
+    >>> world.close()
     """
     if not dist.is_initialized():
         raise RuntimeError("make_mesh needs a world: call zcomm.init() first (alone, it makes a world of one).")

@@ -101,6 +101,12 @@ def init(
 
     Raises RendezvousFailed if the ranks do not meet in time, ValueError for an environment or an argument that
     contradicts itself, the machine, or the existing world.
+
+    >>> import zcomm
+    >>> world = zcomm.init(device="cpu")
+    >>> world.rank, zcomm.group_size()
+    (0, 1)
+    >>> world.close()
     """
     global _current
     env = os.environ if environ is None else environ
