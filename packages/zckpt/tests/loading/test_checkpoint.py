@@ -251,3 +251,8 @@ def test_what_one_ranks_generator_raises_is_every_ranks_error(tmp_path: Path) ->
     for outcome in run_threads(lambda peers: find(tmp_path).read(wanted(peers.rank), peers=peers), 2):
         assert isinstance(outcome.error, CheckpointReadError)
         assert "failed while checking: rank 1: KeyError: 'no such tensor'" in str(outcome.error)
+
+
+def test_an_open_checkpoint_prints_in_a_line(tmp_path: Path) -> None:
+    save(tmp_path, "a", tensors=model(), step=7)
+    assert repr(find(tmp_path)) == f"Checkpoint('{tmp_path / 'a'}', step=7, 5 tensors)"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def test_a_checkpoint_is_its_manifest_one_file_a_writer_and_latest(tmp_path: Pat
     assert (root / "latest").read_text() == "step-1\n"
     assert load_file(path / "rank00000.safetensors")["w"].equal(torch.ones(2, 3))
     assert sorted(each.name for each in root.iterdir()) == [".lock", "latest", "step-1"]
+
+
+def test_the_order_of_torch_save_is_told(tmp_path: Path) -> None:
+    wrong: Any = {"w": torch.ones(2)}
+    with pytest.raises(CheckpointInputError, match=r"a path; got a dict\. Write save\(folder, tensors=\{\.\.\.\}\)"):
+        save(wrong, str(tmp_path / "w"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_latest_stays_when_it_is_not_wanted(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from zckpt.storage.thread_pool import run_jobs
 
 
 @final
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Checkpoint(Described):
     """A checkpoint whose manifest and file sizes are checked; `find` opens it.  Tensors are read on demand."""
 
@@ -63,6 +63,9 @@ class Checkpoint(Described):
 
     def __attrs_post_init__(self) -> None:
         self.verifier = Verifier(self.path, self.manifest, self.storage)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, step={self.step}, {len(self.names())} tensors)"
 
     @property
     def origin(self) -> str:

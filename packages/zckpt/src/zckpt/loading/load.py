@@ -60,6 +60,12 @@ def load(
 
     Raises what `find` and Checkpoint.read raise, the same on every rank.  Existing optimizer tensors are filled in
     place; the rest of the optimizer changes only after everything is read.
+
+    >>> import tempfile, torch, zckpt
+    >>> root, model = tempfile.mkdtemp(), torch.nn.Linear(4, 2)
+    >>> path = zckpt.save(root, tensors=zckpt.views(model), objects={"epoch": 3})
+    >>> zckpt.load(root, tensors=zckpt.views(torch.nn.Linear(4, 2))).objects
+    {'epoch': 3}
     """
     vote = Vote(peers, f"load from {os.fspath(root)}", CheckpointReadError)
     tags: Sequence[JSON] = vote.run("finding", lambda: find(root, tag, storage=storage).tag)

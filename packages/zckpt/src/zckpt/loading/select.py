@@ -53,6 +53,13 @@ def find(root: str | os.PathLike[str], tag: str | None = None, *, storage: Stora
     Checks the whole manifest and the size of every file; tensors are verified when they are read.  `notes` of the
     result lists irregularities.
     Raises CheckpointNotFound or CheckpointCorrupt (both name the newest complete checkpoint), CheckpointReadError.
+
+    >>> import tempfile, torch, zckpt
+    >>> root = tempfile.mkdtemp()
+    >>> path = zckpt.save(root, "best", tensors={"w": torch.ones(2)})
+    >>> checkpoint = zckpt.find(root)
+    >>> checkpoint.tag, checkpoint.names()
+    ('best', ('w',))
     """
     folder, storage = resolve_root(root, storage)
     with as_read_errors(f"looking for a checkpoint in {folder}"):
@@ -73,7 +80,14 @@ def find(root: str | os.PathLike[str], tag: str | None = None, *, storage: Stora
 
 
 def list_checkpoints(root: str | os.PathLike[str], *, storage: Storage = LOCAL) -> list[CheckpointInfo]:
-    """The committed checkpoints of a root, highest step first."""
+    """The committed checkpoints of a root, highest step first.
+
+    >>> import tempfile, torch, zckpt
+    >>> root = tempfile.mkdtemp()
+    >>> paths = [zckpt.save(root, tensors={"w": torch.ones(2)}, step=step) for step in (1, 2)]
+    >>> [info.tag for info in zckpt.list_checkpoints(root)]
+    ['step-2', 'step-1']
+    """
     folder, storage = resolve_root(root, storage)
     return _infos(storage, folder, _tags(storage, folder))
 

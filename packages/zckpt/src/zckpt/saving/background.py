@@ -264,7 +264,13 @@ def save_async(
     peers: Peers = ALONE,
     **options: Any,
 ) -> SaveHandle:
-    """Save in the background with the options of `AsyncSaver.save`; without a saver, the handle owns the memory."""
+    """Save in the background with the options of `AsyncSaver.save`; without a saver, the handle owns the memory.
+
+    >>> import tempfile, torch, zckpt
+    >>> handle = zckpt.save_async(tempfile.mkdtemp(), tensors={"w": torch.ones(2)}, step=1)
+    >>> handle.wait().name  # the loop may go on before
+    'step-1'
+    """
     return (saver or AsyncSaver(peers)).save(root, tag, **options)
 
 

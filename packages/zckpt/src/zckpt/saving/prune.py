@@ -60,6 +60,13 @@ def prune(
     dry_run: report what would be deleted; takes no lock and changes nothing.
 
     Raises CheckpointWriteError: a save into this root is running, or the disk failed.
+
+    >>> import tempfile, torch, zckpt
+    >>> root = tempfile.mkdtemp()
+    >>> paths = [zckpt.save(root, tensors={"w": torch.ones(2)}, step=step) for step in (1, 2, 3)]
+    >>> report = zckpt.prune(root, zckpt.Retention(last=2))
+    >>> [info.tag for info in zckpt.list_checkpoints(root)]
+    ['step-3', 'step-2']
     """
     folder, storage = resolve_root(root, storage)
     try:

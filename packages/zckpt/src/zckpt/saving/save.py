@@ -76,6 +76,11 @@ def save(
     On return the checkpoint survives a power cut.  Raises, the same on every rank: CheckpointInputError (arguments
     cannot be saved, or ranks disagree), CheckpointExists, CheckpointWriteError (disk or peers failed; names the rank
     and the path).
+
+    >>> import tempfile, torch, zckpt
+    >>> root, model = tempfile.mkdtemp(), torch.nn.Linear(4, 2)
+    >>> zckpt.save(root, tensors=zckpt.views(model), objects={"epoch": 3}, step=100).name
+    'step-100'
     """
     request = SaveRequest.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
     content = SaveContent(shards, tensors, objects, rank_objects)
@@ -120,7 +125,8 @@ class SaveJob:
         try:
             return cls._of(root, request, content, keep, storage)
         except Exception as error:
-            return cls(Path(root), request, [], 0, {}, {}, {}, keep, storage, error)
+            folder = Path(root) if isinstance(root, (str, os.PathLike)) else Path()
+            return cls(folder, request, [], 0, {}, {}, {}, keep, storage, error)
 
     @classmethod
     def _of(

@@ -42,7 +42,13 @@ _DtypeShape: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"  # dtype and shap
 
 
 def views(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Views:
-    """The state of a model and its optimizer, for `save` and `load`.  Pass the inner module of a wrapped model."""
+    """The state of a model and its optimizer, for `save` and `load`.  Pass the inner module of a wrapped model.
+
+    >>> import tempfile, torch, zckpt
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> path = zckpt.save(tempfile.mkdtemp(), tensors=zckpt.views(model, optimizer))
+    """
     return Views(model, optimizer)
 
 

@@ -9,7 +9,10 @@ caller fills a second one, so that the disk never waits for hashing and copying.
 power cut before `sync`.  `PlainReader` reads through the page cache (see frugal_reader.py).
 
 Rejected: O_DIRECT from tensor memory (neither the tensors nor the offsets in a safetensors file are aligned);
-starting write-back early with posix_fadvise (measured at a third of the speed); allocating the file first (no gain).
+starting write-back early with posix_fadvise (measured at a third of the speed); allocating the file first (no gain);
+one direct writer for this package and for zpartition's offload: there, threads read and write aligned slots in place,
+many at a time, from the memory of tensors; here, one stream of unaligned bytes goes to a new file through a copy.
+They share a flag and a loop over short writes, and each package works without the other.
 """
 
 from __future__ import annotations

@@ -30,8 +30,13 @@ _PASSWORD = re.compile(r"(:/{1,2}[^/@:]*):[^/]*@")
 def resolve_root(root: str | os.PathLike[str], storage: Storage = LOCAL) -> tuple[Path, Storage]:
     """Resolve a root to its path and storage; a storage that the caller passed is kept.
 
-    Raises CheckpointInputError for an unsupported scheme.
+    Raises CheckpointInputError for an unsupported scheme, or what is no path.
     """
+    if not isinstance(root, (str, os.PathLike)):
+        raise CheckpointInputError(
+            f"the first argument is the folder of checkpoints, a path; got a {type(root).__name__}. Write "
+            "save(folder, tensors={...}): torch.save has the other order."
+        )
     scheme, rest = _split(os.fspath(root))
     if not scheme or storage is not LOCAL:
         return Path(root), storage
