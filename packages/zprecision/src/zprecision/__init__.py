@@ -11,6 +11,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from zprecision.backends.native import Kernels, kernels
+from zprecision.curvature import (
+    Eigenvalue,
+    PowerIteration,
+    block_eigenvalues,
+    hessian_product,
+    largest_eigenvalue,
+    relative_eigenvalues,
+)
 from zprecision.float8 import Float8, Float8Linear, has_float8
 from zprecision.fp32_modules import Fp32Modules
 from zprecision.inspect import (
@@ -68,6 +76,7 @@ __all__ = [
     "Q8_0",
     "DynamicScaler",
     "DynamicScaling",
+    "Eigenvalue",
     "Float8",
     "Float8Linear",
     "Format",
@@ -81,6 +90,7 @@ __all__ = [
     "NoScaling",
     "NonFiniteGradient",
     "PackedTensor",
+    "PowerIteration",
     "Precision",
     "Quantized",
     "QuantizedTensor",
@@ -91,6 +101,7 @@ __all__ = [
     "Unscaled",
     "Weight",
     "WideBuffers",
+    "block_eigenvalues",
     "clip_divisor",
     "dequantize",
     "divisor_of",
@@ -99,8 +110,10 @@ __all__ = [
     "format_named",
     "from_blocks",
     "has_float8",
+    "hessian_product",
     "inspect",
     "kernels",
+    "largest_eigenvalue",
     "linear",
     "linear_many",
     "make_scaler",
@@ -109,6 +122,7 @@ __all__ = [
     "pack",
     "quantize",
     "quantize_activations",
+    "relative_eigenvalues",
     "to_blocks",
 ]
 

@@ -105,6 +105,11 @@ def inspect(
         (zoptim.sum_of_squares); the norm then has its bits.
 
     Waits for the device once. Raises TypeError or ValueError with the index of an invalid gradient.
+
+    >>> import torch, zprecision
+    >>> stats = zprecision.inspect([torch.tensor([3.0]), torch.tensor([4.0])])
+    >>> stats.norm.item(), stats.finite
+    (5.0, True)
     """
     shards = _flat(grads)
     if shards and type(shards[0]) is Tensor and shards[0].device.type == "cpu":
@@ -185,6 +190,11 @@ def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
     Returns () float32, factor * max(1, (norm / factor + 1e-6) / max_norm), without a host sync; max_norm == 0
     disables clipping. Dividing by it equals torch.nn.utils.clip_grad_norm_ on unscaled gradients.
     Raises ValueError for a negative or NaN max_norm.
+
+    >>> import torch, zprecision
+    >>> stats = zprecision.inspect([torch.tensor([6.0, 8.0])])
+    >>> round(zprecision.clip_divisor(stats.norm, torch.tensor(2.0), max_norm=1.0).item(), 3)
+    10.0
     """
     if not checks.is_number(max_norm) or not max_norm >= 0:
         raise ValueError(f"clip_divisor(max_norm={max_norm!r}): pass a number >= 0; 0 disables clipping")

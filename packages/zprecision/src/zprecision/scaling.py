@@ -225,7 +225,13 @@ class DynamicScaler:
 
 
 def make_scaler(rule: Scaling, device: torch.device | str) -> Scaler:
-    """Return the scaler of `rule`, with its state on `device`. Raises TypeError for anything but the three rules."""
+    """Return the scaler of `rule`, with its state on `device`. Raises TypeError for anything but the three rules.
+
+    >>> import zprecision
+    >>> scaler = zprecision.make_scaler(zprecision.DynamicScaling(initial=1024.0), "cpu")
+    >>> scaler.factor.item()
+    1024.0
+    """
     if isinstance(rule, DynamicScaling):
         return DynamicScaler(rule, device)
     if isinstance(rule, StaticScaling):

@@ -71,4 +71,18 @@ def test_without_a_compiler_the_wheel_is_pure_python_warns_once_and_uses_torch(t
     assert EXTENSION not in files
     assert said.count("zprecision is built without its kernels and uses torch: CC names 'no-such-compiler'") == 1
     reason = "the extension zprecision._kernels is not built (reinstall zprecision with a C compiler on PATH"
-    run([sys.executable, "-c", USE, str(site), reason, "rounded"], tmp_path, PYTHONPATH=str(site))
+    used = run([sys.executable, "-c", USE, str(site), reason, "rounded"], tmp_path, PYTHONPATH=str(site))
+    assert used.count("RuntimeWarning: zprecision uses torch's operations, which are slower: the extension") == 1
+    variables = {"PYTHONPATH": str(site), "ZPRECISION_KERNELS": "none"}
+    chosen = run([sys.executable, "-c", USE, str(site), "ZPRECISION_KERNELS=none", "rounded"], tmp_path, **variables)
+    assert "RuntimeWarning" not in chosen
+
+
+def test_a_pure_wheel_is_built_on_request_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    _, files, said = built(tmp_path, ZBUILD="pure")
+    assert files[0].endswith("-py3-none-any.whl")
+    assert EXTENSION not in files
+    assert "is built without" not in said
+    with pytest.raises(AssertionError, match="ZBUILD=slim is unknown: set ZBUILD=pure"):
+        built(tmp_path / "other", ZBUILD="slim")

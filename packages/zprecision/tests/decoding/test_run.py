@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -78,7 +79,7 @@ def decoder(*blocks: FusedBlock) -> FusedDecoder:
     return FusedDecoder(blocks, head(), width=WIDTH, capacity=CAPACITY)
 
 
-@pytest.mark.parametrize("form", [None, "int8", "int4", "int4-g64-minmax"])
+@pytest.mark.parametrize("form", [None, "int8", "int8-a16", "int4", "int4-g64-minmax"])
 def test_a_first_token_is_its_products_bit_for_bit(form: str | None) -> None:
     """Of one position attention returns its value."""
     subject, x = block(form and zp.format_named(form)), draw(2, WIDTH, seed=7)
@@ -107,7 +108,7 @@ def experts(number: int, form: Any = None) -> tuple[FusedMLP, ...]:
     )
 
 
-@pytest.mark.parametrize("form", [None, "int8", "int4"])
+@pytest.mark.parametrize("form", [None, "int8", "int8-a16", "int4"])
 @pytest.mark.parametrize("is_renormalized", [False, True])
 def test_a_mixture_adds_the_chosen_experts_in_their_order(form: str | None, is_renormalized: bool) -> None:
     mlps = experts(5, form and zp.format_named(form))
@@ -127,6 +128,50 @@ def test_a_mixture_adds_the_chosen_experts_in_their_order(form: str | None, is_r
             grown = zp.linear(given[row : row + 1], mlps[expert].up.weight).relu()
             total += 0.5 * weight * zp.linear(grown, mlps[expert].down.weight)
         torch.testing.assert_close(x[row : row + 1], given[row : row + 1] + total, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", [None, "int4"])
+@pytest.mark.parametrize("bounds", [(0, 1, 5), (0, 3, 5)])
+def test_terms_of_parts_of_a_mixture_add_up_to_the_whole(form: str | None, bounds: tuple[int, ...]) -> None:
+    mlps = experts(5, form and zp.format_named(form))
+    router = FusedProjection(draw(5, WIDTH, seed=11) / 3, draw(5, seed=12))
+    shared = attrs.evolve(experts(6)[5], down=FusedProjection(draw(WIDTH, 72, seed=99)))
+    whole = FusedMixture(router=router, experts=mlps, top_k=2, is_renormalized=True, shared=shared)
+    wanted = draw(SLOTS, WIDTH, seed=7)
+    decoder(attrs.evolve(block(), mlp=whole)).run(wanted, range(SLOTS), [0] * SLOTS, range(1))
+    terms: list[torch.Tensor] = []
+    for first, end in itertools.pairwise(bounds):
+        part = attrs.evolve(whole, experts=mlps[first:end], first=first, shared=shared if first else None)
+
+        def add_up(x: torch.Tensor) -> None:
+            terms.append(x.clone())
+            if len(terms) == 2:
+                x += terms[0]
+
+        found = draw(SLOTS, WIDTH, seed=7)
+        split = attrs.evolve(block(), mlp=part, down_ranks=FusedSum(add_up))
+        decoder(split).run(found, range(SLOTS), [0] * SLOTS, range(1))
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+    if bounds[1] == 1:
+        assert (terms[0] == 0).all(-1).any(), "a token that chose no expert of the part"
+
+
+@pytest.mark.parametrize("level", () if LIBRARY is None else LIBRARY.levels)
+def test_activations_of_both_widths_meet_in_a_block_whatever_the_other_tokens(level: str) -> None:
+    """Gate and up of 16 bits, the rest of 8."""
+    subject, wide = block(zp.format_named("int8")), block(zp.format_named("int8-a16"))
+    subject = attrs.evolve(subject, mlp=attrs.evolve(subject.mlp, up=wide.mlp.up))
+    together, alone = draw(SLOTS, WIDTH, seed=7), draw(SLOTS, WIDTH, seed=7)
+    with native.use_level(level):
+        decoder(subject).run(together, range(SLOTS), [0] * SLOTS, range(1))
+        for row in range(SLOTS):
+            decoder(subject).run(alone[row : row + 1], [SLOTS - 1 - row], [0], range(1))
+    assert torch.equal(together, alone)
+    other = draw(SLOTS, WIDTH, seed=7)
+    decoder(attrs.evolve(subject, mlp=attrs.evolve(subject.mlp, up=block(zp.format_named("int8")).mlp.up))).run(
+        other, range(SLOTS), [0] * SLOTS, range(1)
+    )
+    assert not torch.equal(together, other)
 
 
 def test_routers_of_nan_and_of_equal_outputs_choose_experts_that_exist() -> None:
@@ -234,7 +279,7 @@ def half(whole: FusedBlock, rank: int, exchange: Exchange, joins: bool) -> Fused
     )
 
 
-@pytest.mark.parametrize("form", [None, "int8", "int4"])
+@pytest.mark.parametrize("form", [None, "int8", "int8-a16", "int4"])
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_two_ranks_compute_what_one_computes(form: str | None, joins: bool, has_norms: bool) -> None:
@@ -383,11 +428,15 @@ def test_blocks_of_tensors_that_do_not_fit_are_rejected() -> None:
         ({"mlp": attrs.evolve(subject.mlp, is_fused=True)}, r"up projection: .* must be \(144, 40\)"),
         (
             {"mlp": FusedMixture(router=FusedProjection(draw(3, WIDTH)), experts=experts(4), top_k=2)},
-            r"router: its weight is \(3, 40\) and must be \(4, 40\)",
+            "4 experts from number 0 on are held, and the router has 3",
         ),
         (
             {"mlp": FusedMixture(router=FusedProjection(draw(4, WIDTH)), experts=experts(4), top_k=5)},
             "5 of 4 experts are chosen",
+        ),
+        (
+            {"mlp": FusedMixture(router=FusedProjection(draw(4, WIDTH)), experts=experts(2), top_k=1, first=1)},
+            "2 of 4 experts are held, and no ranks add up what they compute",
         ),
         (
             {

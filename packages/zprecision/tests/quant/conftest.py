@@ -12,6 +12,7 @@ import zprecision as zp
 
 FORMATS: list[zp.Format] = [
     zp.Int8(), zp.Int8(group=None), zp.Int8(group=64, scale="minmax"), zp.Int8(group=128, scale="search"),
+    zp.Int8(activation_bits=16), zp.Int8(group=64, scale="minmax", activation_bits=16),
     zp.Int4(), zp.Int4(group=64), zp.Int4(group=128, scale="amax"), zp.Int4(scale="minmax"), zp.Int4(group=None),
     zp.Q8_0(), zp.Q4_0(), zp.Q4_K(), zp.Q6_K(), zp.NF4(), zp.NF4(group=32), zp.Fp8(), zp.Fp8(group=32),
 ]  # fmt: skip

@@ -47,7 +47,7 @@ def test_the_text_of_a_format_names_it(format: zp.Format) -> None:
     assert zp.format_named(zp.format_name(format)) == format
 
 
-@pytest.mark.parametrize("name", ["int5", "int4-g33", "nf4-search", "q4_0-g64", "", "int4-"])
+@pytest.mark.parametrize("name", ["int5", "int4-g33", "nf4-search", "q4_0-g64", "", "int4-", "int4-a16", "int8-a8"])
 def test_an_unknown_text_is_answered_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match="names no format: use int8, int4, nf4 or fp8"):
         zp.format_named(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 import zprecision as zp
 from zprecision.backends import native
 from zprecision.quant import encode, kernels
+from zprecision.quant.activations import round_activations
 from zprecision.quant.formats import Integers, integers
 from zprecision.quant.panels import pack_rule
 
@@ -29,7 +30,8 @@ each_level = pytest.mark.parametrize("level", LEVELS)
 INTEGERS: list[zp.Format] = [
     zp.Int8(), zp.Int8(group=None), zp.Int8(group=128, scale="search"), zp.Int8(group=64, scale="minmax"),
     zp.Int4(), zp.Int4(group=128), zp.Int4(group=64, scale="amax"), zp.Int4(scale="minmax"), zp.Int4(group=None),
-    zp.Int4(group=None, scale="minmax"), zp.Q8_0(), zp.Q4_0(),
+    zp.Int4(group=None, scale="minmax"), zp.Q8_0(), zp.Q4_0(), zp.Int8(activation_bits=16),
+    zp.Int8(group=64, scale="minmax", activation_bits=16), zp.Int8(group=None, activation_bits=16),
 ]  # fmt: skip
 each_integer_format = pytest.mark.parametrize("format", INTEGERS, ids=zp.format_name)
 
@@ -77,6 +79,13 @@ def test_panels_are_those_of_the_rule(level: str, format: zp.Format, normal: Nor
 
 def emulated(x: Tensor, quantized: zp.QuantizedTensor) -> np.ndarray:
     """Return the product in float32 scalars, in the order that zq_kern.c promises."""
+    found = emulated_part(x, quantized)
+    if form_of(quantized.format).activation_bits == 8:
+        return found
+    return found + emulated_part(x - round_activations(x), quantized)
+
+
+def emulated_part(x: Tensor, quantized: zp.QuantizedTensor) -> np.ndarray:
     codes, scales = zp.quantize_activations(x)
     form = form_of(quantized.format)
     mins = None if quantized.mins is None else torch.zeros_like(quantized.mins)
@@ -119,12 +128,12 @@ def test_products_have_the_bits_of_the_scalar_order(
 def test_long_rows_and_many_tokens_have_the_bits_of_the_first_level(
     level: str, format: zp.Format, normal: Normal
 ) -> None:
-    """Rows longer than a run of blocks, and tiles of any number of tokens, and two that meet one panel."""
-    packed, x = zp.pack(zp.quantize(normal(21, 2208), format)), normal(29, 2208, seed=1) * 10
+    """Rows longer than a run of blocks, and tiles of any number of tokens, and two that meet one panel or two."""
+    packed, x = zp.pack(zp.quantize(normal(37, 2208), format)), normal(29, 2208, seed=1) * 10
     with native.use_level(LEVELS[0]):
         wanted = zp.linear(x, packed)
     with native.use_level(level):
-        found = [zp.linear(x[:count], packed) for count in (1, 3, 4, 8, 15, 16, 29)]
+        found = [zp.linear(x[:count], packed) for count in (1, 3, 4, 8, 15, 16, 17, 18, 24, 29)]
     assert all(torch.equal(each, wanted[: len(each)]) for each in found)
 
 

@@ -28,6 +28,25 @@ def test_a_product_is_that_of_the_values_up_to_the_rounding_of_the_activation(
     assert codes.shape == (2, 3, 10, 32)
 
 
+def test_sixteen_bits_of_the_activation_leave_the_rounding_of_the_weight(normal: Normal) -> None:
+    weight, x = normal(40, 320), normal(7, 320, seed=2)
+    errors = []
+    for name in ("int8", "int8-a16"):
+        quantized = zp.quantize(weight, name)
+        exact = x.double() @ quantized.dequantize(torch.float64).T
+        errors.append((zp.linear(x, quantized) - exact).norm() / exact.norm())
+    assert errors[1] < errors[0] / 100
+    assert errors[1] < 1e-4
+
+
+def test_one_call_multiplies_by_formats_of_both_activations(normal: Normal) -> None:
+    x = normal(20, 128)
+    weights = [
+        zp.pack(zp.quantize(normal(48, 128, seed=k), name)) for k, name in enumerate(("int8-a16", "int8", "int4"))
+    ]
+    assert all(map(torch.equal, zp.linear_many(x, weights), (zp.linear(x, weight) for weight in weights)))
+
+
 def test_a_plain_weight_is_read_where_it_lies(normal: Normal) -> None:
     weight, x = normal(24, 100), normal(3, 100, seed=1)
     assert torch.allclose(zp.linear(x, weight), x @ weight.T, atol=1e-4)

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ LEVELS = (
     "portable",
 )  # of all platforms; zq_rt.c has those of its own
 OFF = "none"  # no extension
+_VARIABLE_REASON = f"{VARIABLE}={OFF} is set"
 OMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 POOL, CALLER = "torch's OpenMP pool", "calling thread"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -79,7 +81,7 @@ def kernels() -> Kernels:
     Raises `ValueError` if ZPRECISION_KERNELS names kernels that do not run here, and `ImportError` in a checkout
     whose extension is older than its sources.
     """
-    found = library()
+    found = _usable()
     no_gpu = launch.reason_without()
     return Kernels(
         cpu=str(reason_without()) if found is None else found.level(),
@@ -90,9 +92,25 @@ def kernels() -> Kernels:
 
 
 def library() -> Library | None:
-    """Return the extension, loaded on the first call; None if it cannot be used.  Raises as `kernels` does."""
+    """Return the extension, loaded on the first call; None if it cannot be used.  Raises as `kernels` does.
+
+    Warns once if the extension is missing although nobody switched it off: torch then serves, more slowly.
+    """
+    found = _load()
+    if isinstance(found, str) and found != _VARIABLE_REASON:
+        _warn_once(found)
+    return _usable()
+
+
+def _usable() -> Library | None:
     found = _load()
     return None if _switched_off or isinstance(found, str) else found
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    message = f"zprecision uses torch's operations, which are slower: {reason}. ZPRECISION_KERNELS=none accepts that."
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def reason_without() -> str | None:
@@ -138,7 +156,7 @@ def _load() -> Library | str:
     if choice:
         _check_name(choice, f"{VARIABLE}=")
     if choice == OFF:
-        return f"{VARIABLE}={OFF} is set"
+        return _VARIABLE_REASON
     try:
         module = importlib.import_module("zprecision._kernels")
     except ImportError as error:

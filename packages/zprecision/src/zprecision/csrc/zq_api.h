@@ -18,6 +18,7 @@ typedef struct {
   int32_t offset;       /* the code of zero */
   int32_t scale_bytes;  /* 2: float16; 4: float32, if the group is the row */
   int32_t has_mins;
+  int32_t num_parts;    /* of the activation, 8 bits each: 1, or 2 */
 } zq_matrix;
 
 int zq_levels(void); /* instruction sets of this build, slowest first: 0 .. n-1 */
@@ -27,13 +28,13 @@ int zq_best_level(void);
 void zq_set_level(int level);
 int zq_get_level(void);
 void zq_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads);
-const char *zq_source_hash(void);
+const char *zq_source_hash(void); /* of the C files, hatch_build.py and [tool.zbuild] */
 
 /* Ask the system for large pages, of 2 MiB, for memory that is not written yet: reading it in order is faster. */
 void zq_use_large_pages(void *at, int64_t bytes);
 
-/* Bytes of scratch that the products of `tokens` rows of `columns` elements need. */
-int64_t zq_scratch_bytes(int64_t tokens, int64_t columns);
+/* Bytes of scratch that the products of `tokens` rows of `columns` elements need; num_parts: the most of a matrix. */
+int64_t zq_scratch_bytes(int64_t tokens, int64_t columns, int num_parts);
 /* out = x . weights + bias for every matrix; x: (tokens, columns) float32, which is quantized into `scratch`. */
 void zq_products(const float *x, int64_t tokens, int64_t columns, const zq_matrix *matrices, int64_t num_matrices,
                  void *scratch, int num_threads);
@@ -90,10 +91,11 @@ typedef struct {
 
 /* A mixture: a router chooses `top_k` of the experts for each token, with weights; perhaps one is for all tokens. */
 typedef struct {
-  const zq_mlp *experts;     /* all of one size; the shared one, of any size, is after them */
+  const zq_mlp *experts;     /* those held here, of one size; the shared one, of any size, is after them */
   zq_projection router;      /* one row for each expert */
   zq_projection shared_gate; /* one row: its sigmoid is the weight of the shared expert; no rows: the weight is 1 */
   int64_t num_experts, top_k;
+  int64_t first, num_held;   /* experts [first, first + num_held) are held here; other ranks compute the others */
   float factor;              /* of the chosen weights */
   int32_t is_renormalized;   /* the chosen weights sum to `factor` */
   int32_t has_shared;
@@ -124,6 +126,7 @@ typedef struct {
   zq_norm norm;        /* after the last block */
   zq_projection head;
   float head_factor, head_softcap;
+  int32_t num_parts; /* of activations: the most of a matrix */
 } zq_decoder;
 
 /* A block is five stages: heads; their projection; what the MLP's last projection reads; that projection; the addition
@@ -155,7 +158,10 @@ void zq_activate(int act, const float *x, const float *factors, float *out, int6
 #define ZQ_MOST_TILES 16  /* of a panel at a time */
 #define ZQ_SPAN 16384    /* elements of one partial sum of squares */
 
-/* Activations of a tile of up to 16 tokens: [block][token][32] codes, [block][token] scales and sums of codes. */
+#define ZQ_AHEAD 12288    /* bytes between what a product of few tokens reads and what memory is asked for */
+
+/* Activations of a tile of up to 16 tokens: [block][token][32] codes, [block][token] scales and sums of codes.  A second
+ * part, of what rounding the first left, has tiles of its own, whose product is added. */
 typedef struct {
   const int8_t *codes;
   const float *scales;
@@ -167,15 +173,17 @@ typedef struct {
 typedef struct {
   void (*panel)(const zq_matrix *, const uint8_t *panel, int64_t blocks, const zq_tile *, float (*out)[ZQ_PANEL]);
   void (*dense)(int dtype, const void *row, const float *x, int64_t columns, int64_t stride, int tokens, float *out);
+  /* `rest`: blocks from the first part to the second; 0: there is none. */
   void (*activations)(const float *x, int64_t columns, int64_t blocks, int8_t *codes, float *scales, int32_t *sums,
-                      int64_t stride);
+                      int64_t stride, int64_t rest);
   int (*quantize)(const zq_quantization *, int64_t row, float *buffer);
   void (*pack)(const uint8_t *codes, uint8_t *vectors, int64_t row_bytes, int64_t rows, int64_t blocks,
                int64_t block_stride, int bits, int is_signed);
   double (*squares)(int dtype, const void *row, int64_t numel);
-  /* The product with up to ZQ_MOST_TILES tiles; memory is asked for the panel at `next` meanwhile, if any. */
-  void (*panel_tiles)(const zq_matrix *, const uint8_t *panel, int64_t blocks, const zq_tile *tiles, int64_t num_tiles,
-                      const uint8_t *next, float (*out)[ZQ_PANEL]);
+  /* The product of one or two panels, one after the other, with up to ZQ_MOST_TILES tiles, (panels, tokens);
+   * memory is asked for the panels at `next` meanwhile, if any. */
+  void (*panel_tiles)(const zq_matrix *, const uint8_t *panels, int64_t blocks, const zq_tile *tiles, int64_t num_tiles,
+                      int num_panels, const uint8_t *next, float (*out)[ZQ_PANEL]);
 } zq_kernels;
 
 /* Of zq_rt.c, for zq_decode.c. */

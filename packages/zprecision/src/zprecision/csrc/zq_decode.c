@@ -58,10 +58,11 @@ typedef struct {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Activations of some tokens, as floats in rows that are padded with zeros to 64, and quantized in tiles. */
+/* Activations of some tokens, as floats in rows that are padded with zeros to 64, and quantized in tiles; `rest` blocks
+ * after them are the tiles of the second part, if there is one. */
 typedef struct {
   float *floats;
-  int64_t stride, blocks, tokens;
+  int64_t stride, blocks, tokens, rest;
   int8_t *codes;
   float *scales;
   int32_t *sums;
@@ -69,12 +70,12 @@ typedef struct {
 
 /* The tokens of one expert: choices [first, first + count) in the order of the experts. */
 typedef struct {
-  int64_t expert, first, count;
+  int64_t expert, first, count; /* expert: its index among those held here */
 } expert_group;
 
-/* Choices of a mixture, (tokens, top_k) of them; in the order of the experts, and then of the tokens. */
+/* Choices of the experts held here, up to (tokens, top_k); in the order of the experts, and then of the tokens. */
 typedef struct {
-  int64_t num_groups, token[ZQ_MOST_CHOICES], group_of[ZQ_MOST_CHOICES];
+  int64_t num, num_groups, token[ZQ_MOST_CHOICES], group_of[ZQ_MOST_CHOICES];
   float weight[ZQ_MOST_CHOICES];
   expert_group groups[ZQ_MOST_CHOICES];
 } choices;
@@ -112,12 +113,14 @@ static void *reserve(arena *a, int64_t bytes) {
   return at;
 }
 
-static activations reserve_activations(arena *a, int64_t tokens, int64_t columns) {
+static activations reserve_activations(arena *a, int64_t tokens, int64_t columns, int num_parts) {
   activations x = {.stride = (columns + 63) / 64 * 64 + 64, .blocks = zq_num_blocks(columns), .tokens = tokens};
+  const int64_t blocks = num_parts * tokens * x.blocks;
+  x.rest = num_parts > 1 ? tokens * x.blocks : 0;
   x.floats = reserve(a, tokens * x.stride * 4);
-  x.codes = reserve(a, tokens * x.blocks * ZQ_BLOCK);
-  x.scales = reserve(a, tokens * x.blocks * 4);
-  x.sums = reserve(a, tokens * x.blocks * 4);
+  x.codes = reserve(a, blocks * ZQ_BLOCK);
+  x.scales = reserve(a, blocks * 4);
+  x.sums = reserve(a, blocks * 4);
   return x;
 }
 
@@ -139,7 +142,7 @@ static mlp_sizes sizes_of(const zq_decoder *d) {
   mlp_sizes found = {0, 0, 0, 0};
   for (const zq_block *b = d->blocks; b < d->blocks + d->num_blocks; b++) {
     const zq_mixture *m = b->mixture;
-    const zq_mlp *all = m ? m->experts + m->num_experts : &b->mlp; /* for all tokens */
+    const zq_mlp *all = m ? m->experts + m->num_held : &b->mlp; /* for all tokens */
     if (!m || m->has_shared) found.grown = larger(found.grown, larger(all->down.columns, own_grown(all)));
     if (!m) continue;
     found.routed = larger(found.routed, m->num_experts + 1);
@@ -164,13 +167,13 @@ static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threa
   s->phases = reserve(&a, num_phases(d) * (int64_t)sizeof *s->phases);
   s->row_stride = (row + 15) / 16 * 16 + 16;
   s->most_runs = most_runs(d);
-  s->source = reserve_activations(&a, tokens, d->width);
-  s->attended = reserve_activations(&a, tokens, mixed);
-  s->mlp_input = reserve_activations(&a, tokens, d->width);
-  s->grown = reserve_activations(&a, tokens, sizes.grown);
+  s->source = reserve_activations(&a, tokens, d->width, d->num_parts);
+  s->attended = reserve_activations(&a, tokens, mixed, d->num_parts);
+  s->mlp_input = reserve_activations(&a, tokens, d->width, d->num_parts);
+  s->grown = reserve_activations(&a, tokens, sizes.grown, d->num_parts);
   if (sizes.top_k) {
-    s->chosen = reserve_activations(&a, tokens * sizes.top_k, d->width);
-    s->chosen_grown = reserve_activations(&a, tokens * sizes.top_k, sizes.expert_grown);
+    s->chosen = reserve_activations(&a, tokens * sizes.top_k, d->width, d->num_parts);
+    s->chosen_grown = reserve_activations(&a, tokens * sizes.top_k, sizes.expert_grown, d->num_parts);
     s->choice = reserve(&a, sizeof *s->choice);
     s->routed_stride = (sizes.routed + 15) / 16 * 16 + 16;
     s->routed = reserve(&a, tokens * s->routed_stride * 4);
@@ -185,6 +188,7 @@ static int64_t place(step *s, const zq_decoder *d, int64_t tokens, int num_threa
 /* Activations of another length in the same memory. */
 static activations of_columns(activations x, int64_t columns) {
   x.blocks = zq_num_blocks(columns);
+  x.rest = x.rest ? x.tokens * x.blocks : 0;
   return x;
 }
 
@@ -210,7 +214,7 @@ static void quantize_blocks(const step *s, const activations *x, int64_t token, 
   int64_t at = tile_at(token, x->tokens, x->blocks, &size) + first / ZQ_BLOCK * size;
   int64_t blocks = first + count >= columns ? x->blocks - first / ZQ_BLOCK : count / ZQ_BLOCK;
   s->products->activations(x->floats + token * x->stride + first, columns - first < count ? columns - first : count,
-                           blocks, x->codes + at * ZQ_BLOCK, x->scales + at, x->sums + at, size);
+                           blocks, x->codes + at * ZQ_BLOCK, x->scales + at, x->sums + at, size, x->rest);
 }
 
 static void pad_floats(const activations *x, int64_t token, int64_t columns) {
@@ -234,22 +238,33 @@ static activations part_of(activations x, int64_t first, int64_t count) {
 
 /* Products ------------------------------------------------------------------------------------------------ */
 
+/* One panel of a projection for the tile that begins at `token`; returns its tokens. */
+static int panel_tile(const step *s, const zq_matrix *m, const uint8_t *data, int64_t blocks, const activations *x,
+                      int64_t token, float (*values)[ZQ_PANEL]) {
+  const int tokens = zq_tile_tokens(token, x->tokens);
+  const int64_t at = token * x->blocks, rest = at + x->rest;
+  const zq_tile tiles[] = {{x->codes + at * ZQ_BLOCK, x->scales + at, x->sums + at, tokens},
+                           {x->codes + rest * ZQ_BLOCK, x->scales + rest, x->sums + rest, tokens}};
+  if (m->num_parts == 1) return s->products->panel(m, data, blocks, tiles, values), tokens;
+  s->products->panel_tiles(m, data, blocks, tiles, 2, 1, data + ZQ_AHEAD, values);
+  for (int k = 0; k < tokens; k++)
+    for (int r = 0; r < ZQ_PANEL; r++) values[k][r] += values[tokens + k][r];
+  return tokens;
+}
+
 static void panel_rows(const step *s, const zq_projection *p, const activations *x, int64_t first, int64_t count,
                        float (*out)[ZQ_WIDE]) {
   const int64_t tokens = x->tokens, bytes = zq_panel_bytes(&p->matrix, p->columns);
   const int64_t blocks = zq_matrix_blocks(&p->matrix, p->columns);
-  float values[ZQ_MOST_TOKENS][ZQ_PANEL];
+  float values[2 * ZQ_MOST_TOKENS][ZQ_PANEL];
   for (int64_t panel = first / ZQ_PANEL; panel * ZQ_PANEL < first + count; panel++) {
     const int64_t begin = larger(panel * ZQ_PANEL, first), row = begin - panel * ZQ_PANEL;
     int64_t length = ZQ_PANEL - row;
     if (begin + length > first + count) length = first + count - begin;
     for (int64_t token = 0; token < tokens;) {
-      zq_tile tile = {x->codes + token * x->blocks * ZQ_BLOCK, x->scales + token * x->blocks,
-                      x->sums + token * x->blocks, zq_tile_tokens(token, tokens)};
-      s->products->panel(&p->matrix, p->matrix.data + panel * bytes, blocks, &tile, values);
-      for (int k = 0; k < tile.tokens; k++)
-        memcpy(out[token + k] + (begin - first), values[k] + row, (size_t)length * 4);
-      token += tile.tokens;
+      const int size = panel_tile(s, &p->matrix, p->matrix.data + panel * bytes, blocks, x, token, values);
+      for (int k = 0; k < size; k++) memcpy(out[token + k] + (begin - first), values[k] + row, (size_t)length * 4);
+      token += size;
     }
   }
 }
@@ -366,7 +381,7 @@ static int reads_panels(const zq_mlp *m) { return m->up.dtype < 0 || (m->has_gat
 /* The MLP of all tokens: that of the block, or the shared one of a mixture; NULL if there is none. */
 static const zq_mlp *common_mlp(const zq_block *b) {
   const zq_mixture *m = b->mixture;
-  return !m ? &b->mlp : m->has_shared ? m->experts + m->num_experts : NULL;
+  return !m ? &b->mlp : m->has_shared ? m->experts + m->num_held : NULL;
 }
 
 static void mlp_row(step *s, const float *from, int64_t token) {
@@ -597,23 +612,24 @@ static void choose(step *s, int64_t from, int64_t to, int thread) {
     }
   }
   c->num_groups = 0;
-  for (int64_t e = 0; e < m->num_experts; e++) {
+  for (int64_t e = 0; e < m->num_held; e++) {
     expert_group *g = c->groups + c->num_groups;
     *g = (expert_group){e, num, 0};
     for (int64_t k = 0; k < s->given->tokens * m->top_k; k++) {
-      if (experts[k] != e) continue;
+      if (experts[k] != m->first + e) continue;
       c->token[num] = k / m->top_k, c->weight[num] = weights[k], c->group_of[num] = c->num_groups;
       g->count++, num++;
     }
     if (g->count) c->num_groups++;
   }
+  c->num = num;
 }
 
 static void gather(step *s, int64_t from, int64_t to, int thread) {
   const zq_mixture *m = s->block->mixture;
   const int is_quantized = reads_panels(m->experts);
   (void)thread;
-  for (int64_t k = from; k < to; k++) {
+  for (int64_t k = from; k < to && k < s->choice->num; k++) {
     const expert_group g = s->choice->groups[s->choice->group_of[k]];
     const activations x = part_of(s->chosen, g.first, g.count);
     memcpy(x.floats + (k - g.first) * x.stride, s->mlp_input.floats + s->choice->token[k] * s->mlp_input.stride,
@@ -626,11 +642,11 @@ static void gather(step *s, int64_t from, int64_t to, int thread) {
 static int64_t most_groups(const step *s) {
   const zq_mixture *m = s->block->mixture;
   const int64_t most = s->given->tokens * m->top_k;
-  return most < m->num_experts ? most : m->num_experts;
+  return most < m->num_held ? most : m->num_held;
 }
 
 static int64_t shared_units(const zq_mixture *m) {
-  return m->has_shared ? units_of(m->experts[m->num_experts].down.columns, ZQ_WIDE) : 0;
+  return m->has_shared ? units_of(m->experts[m->num_held].down.columns, ZQ_WIDE) : 0;
 }
 
 /* Units of the shared expert, and then of the others by turns: those without tokens are spread over all threads. */
@@ -641,7 +657,7 @@ static void grow_experts(step *s, int64_t from, int64_t to, int thread) {
   for (int64_t unit = from; unit < to; unit++) {
     const int64_t at = (unit - shared) % most;
     if (unit < shared) {
-      grow_rows(s, m->experts + m->num_experts, &s->mlp_input, &s->grown, unit);
+      grow_rows(s, m->experts + m->num_held, &s->mlp_input, &s->grown, unit);
     } else if (at < s->choice->num_groups) {
       const expert_group g = s->choice->groups[at];
       const activations x = part_of(s->chosen, g.first, g.count), out = part_of(s->chosen_grown, g.first, g.count);
@@ -671,7 +687,7 @@ static void shrink_experts(step *s, int64_t from, int64_t to, int thread) {
         s->layers->add(sums[s->choice->token[g->first + k]], values[k], s->choice->weight[g->first + k], count);
     }
     if (m->has_shared) {
-      product_rows(s, &m->experts[m->num_experts].down, &s->grown, first, count, values);
+      product_rows(s, &m->experts[m->num_held].down, &s->grown, first, count, values);
       for (int64_t token = 0; token < s->given->tokens; token++)
         s->layers->add(sums[token], values[token], s->routed[token * s->routed_stride + m->num_experts], count);
     }

@@ -78,9 +78,11 @@ static void panel(const zq_matrix *m, const uint8_t *at, int64_t blocks, const z
 }
 
 static void panel_tiles(const zq_matrix *m, const uint8_t *at, int64_t blocks, const zq_tile *tiles, int64_t num_tiles,
-                        const uint8_t *next, float (*out)[ZQ_PANEL]) {
+                        int num_panels, const uint8_t *next, float (*out)[ZQ_PANEL]) {
+  const int64_t groups = blocks * ZQ_BLOCK / m->group, heads = groups * m->scale_bytes * (m->has_mins ? 2 : 1);
   (void)next;
-  for (int64_t k = 0; k < num_tiles; out += tiles[k++].tokens) panel(m, at, blocks, tiles + k, out);
+  for (int p = 0; p < num_panels; p++, at += ZQ_PANEL * (heads + blocks * ZQ_BLOCK * m->bits / 8))
+    for (int64_t k = 0; k < num_tiles; out += tiles[k++].tokens) panel(m, at, blocks, tiles + k, out);
 }
 #endif
 
@@ -232,22 +234,30 @@ ZQ_FN int32_t round_block(const float *x, float inverse, int8_t *out) {
 #endif
 }
 
+/* Quantize a block; the sum of its codes, and its scale, which is NaN if an element is infinite or NaN. */
+ZQ_FN int32_t quantize_block(const float *x, int8_t *codes, float *scale) {
+  static const float zeros[ZQ_BLOCK];
+  int32_t peak = peak_bits(x, ZQ_BLOCK);
+  float inverse = peak >= TINY_BITS && peak < 0x7f800000 ? 127.0f / as_float(peak) : 0.0f;
+  *scale = peak >= 0x7f800000 ? __builtin_nanf("") : peak >= TINY_BITS ? as_float(peak) / 127.0f : 0.0f;
+  return round_block(peak >= 0x7f800000 ? zeros : x, inverse, codes);
+}
+
 static void activations(const float *x, int64_t columns, int64_t blocks, int8_t *codes, float *scales, int32_t *sums,
-                        int64_t stride) {
+                        int64_t stride, int64_t rest) {
   for (int64_t b = 0; b < blocks; b++) {
-    const int64_t k = b * ZQ_BLOCK;
-    float rest[ZQ_BLOCK];
+    const int64_t k = b * ZQ_BLOCK, to = b * stride;
+    float part[ZQ_BLOCK];
     const float *at = x + k;
     if (columns - k < ZQ_BLOCK) {
-      memset(rest, 0, sizeof rest);
-      if (columns > k) memcpy(rest, at, (size_t)(columns - k) * 4);
-      at = rest;
+      memset(part, 0, sizeof part);
+      if (columns > k) memcpy(part, at, (size_t)(columns - k) * 4);
+      at = part;
     }
-    int32_t peak = peak_bits(at, ZQ_BLOCK);
-    float inverse = peak >= TINY_BITS && peak < 0x7f800000 ? 127.0f / as_float(peak) : 0.0f;
-    scales[b * stride] = peak >= 0x7f800000 ? __builtin_nanf("") : peak >= TINY_BITS ? as_float(peak) / 127.0f : 0.0f;
-    if (peak >= 0x7f800000) at = memset(rest, 0, sizeof rest);
-    sums[b * stride] = round_block(at, inverse, codes + b * stride * ZQ_BLOCK);
+    sums[to] = quantize_block(at, codes + to * ZQ_BLOCK, scales + to);
+    if (!rest) continue;
+    for (int l = 0; l < ZQ_BLOCK; l++) part[l] = at[l] - (float)codes[to * ZQ_BLOCK + l] * scales[to];
+    sums[to + rest] = quantize_block(part, codes + (to + rest) * ZQ_BLOCK, scales + to + rest);
   }
 }
 

@@ -117,8 +117,8 @@ ZQ_FN void one_token(const int dtype, const char *weights, int64_t columns, int6
 
 typedef float tile_sums[TILE_ROWS][4][16]; /* of one token: by row and quarter */
 
-/* Add a chunk's products of all rows of a tile and `tokens` tokens. */
-ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_t stride, int64_t length,
+/* Add a chunk's products of all rows of a tile, `apart` floats from each other, and `tokens` tokens. */
+ZQ_FN void add_chunk(const int tokens, const float *wide, int64_t apart, const float *x, int64_t stride, int64_t length,
                      tile_sums *sums) {
   for (int at = 0; at < 64; at += LANES) { /* a part of a quarter */
     vec all[TILE_TOKENS][TILE_ROWS];
@@ -129,7 +129,7 @@ ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_
     for (int64_t k = at; k < length; k += 64) {
       vec w[TILE_ROWS];
 #pragma GCC unroll 4
-      for (int r = 0; r < TILE_ROWS; r++) w[r] = load_vec(wide + r * CHUNK + k);
+      for (int r = 0; r < TILE_ROWS; r++) w[r] = load_vec(wide + r * apart + k);
 #pragma GCC unroll 4
       for (int t = 0; t < tokens; t++) {
         const vec value = load_vec(x + t * stride + k);
@@ -145,9 +145,9 @@ ZQ_FN void add_chunk(const int tokens, const float *wide, const float *x, int64_
 }
 
 #define ADD_CHUNK(tokens)                                                                                  \
-  static __attribute__((noinline)) void add_chunk_##tokens(const float *wide, const float *x, int64_t stride, \
-                                                           int64_t length, tile_sums *sums) {               \
-    add_chunk(tokens, wide, x, stride, length, sums);                                                      \
+  static __attribute__((noinline)) void add_chunk_##tokens(const float *wide, int64_t apart, const float *x, \
+                                                           int64_t stride, int64_t length, tile_sums *sums) { \
+    add_chunk(tokens, wide, apart, x, stride, length, sums);                                               \
   }
 #if defined(__AVX512F__)
 ADD_CHUNK(4)
@@ -156,13 +156,13 @@ ADD_CHUNK(2)
 ADD_CHUNK(1)
 
 /* Add a tile of tokens: TILE_TOKENS, and for the rest 2, 1.  Returns their number. */
-static int64_t add_tokens(const float *wide, const float *x, int64_t stride, int64_t length, int64_t tokens,
-                          tile_sums *sums) {
+static int64_t add_tokens(const float *wide, int64_t apart, const float *x, int64_t stride, int64_t length,
+                          int64_t tokens, tile_sums *sums) {
 #if defined(__AVX512F__)
-  if (tokens >= 4) return add_chunk_4(wide, x, stride, length, sums), 4;
+  if (tokens >= 4) return add_chunk_4(wide, apart, x, stride, length, sums), 4;
 #endif
-  if (tokens >= 2) return add_chunk_2(wide, x, stride, length, sums), 2;
-  return add_chunk_1(wide, x, stride, length, sums), 1;
+  if (tokens >= 2) return add_chunk_2(wide, apart, x, stride, length, sums), 2;
+  return add_chunk_1(wide, apart, x, stride, length, sums), 1;
 }
 
 /* `length` elements of a row from `first` on, with zeros after its end. */
@@ -175,6 +175,15 @@ static void widen_chunk(int dtype, const char *row, int64_t first, int64_t colum
     for (int64_t k = 0; k < length; k += 16) store16(out + k, quarter_of(2, row, first + k, columns));
 }
 
+/* Ask for the chunk after this one, or the first of the next tile: the processor follows one stream, not four. */
+static void expect_chunk(const char *weights, int64_t row_bytes, int64_t rows, int64_t columns, int64_t first,
+                         int64_t width) {
+  const int64_t from = first < columns ? first * width : TILE_ROWS * row_bytes;
+  const int64_t bytes = first < columns && columns - first < CHUNK ? (columns - first) * width : CHUNK * width;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(weights + r * row_bytes + from + k, 0, 3);
+}
+
 static void multiply_tile(int dtype, const char *weights, int64_t columns, int64_t rows, const float *x, int64_t stride,
                           int64_t tokens, float (*out)[ZQ_WIDE]) {
   const int64_t row_bytes = columns * (dtype == 0 ? 4 : 2);
@@ -183,9 +192,13 @@ static void multiply_tile(int dtype, const char *weights, int64_t columns, int64
   memset(sums, 0, (size_t)tokens * sizeof *sums);
   for (int64_t first = 0; first < columns; first += CHUNK) {
     const int64_t left = columns - first, length = left < CHUNK ? (left + 63) / 64 * 64 : CHUNK;
-    for (int64_t r = 0; r < TILE_ROWS; r++) /* a missing row counts for nothing */
+    const int is_wide = dtype == 0 && rows == TILE_ROWS && length <= left;
+    const float *from = is_wide ? (const float *)weights + first : wide;
+    expect_chunk(weights, row_bytes, rows, columns, first + CHUNK, dtype == 0 ? 4 : 2);
+    for (int64_t r = 0; r < TILE_ROWS && !is_wide; r++) /* a missing row counts for nothing */
       widen_chunk(dtype, weights + (r < rows ? r : 0) * row_bytes, first, columns, length, wide + r * CHUNK);
-    for (int64_t t = 0; t < tokens;) t += add_tokens(wide, x + t * stride + first, stride, length, tokens - t, sums + t);
+    for (int64_t t = 0; t < tokens;)
+      t += add_tokens(from, is_wide ? columns : CHUNK, x + t * stride + first, stride, length, tokens - t, sums + t);
   }
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t r = 0; r < rows; r++)

@@ -130,6 +130,7 @@ void zq_run_region(zq_region_work *work, void *context, int num_threads) {
 typedef struct {
   const float *x;
   int64_t tokens, columns, blocks;
+  int num_parts; /* of the activation: the most of a matrix */
   const zq_matrix *matrices;
   int64_t num_matrices;
   int8_t *codes;
@@ -148,8 +149,8 @@ static int64_t num_panels(const zq_matrix *m) { return (m->rows + ZQ_PANEL - 1) 
 int64_t zq_num_blocks(int64_t columns) { return num_blocks(columns); }
 int64_t zq_matrix_blocks(const zq_matrix *m, int64_t columns) { return blocks_of(m, columns); }
 
-int64_t zq_scratch_bytes(int64_t tokens, int64_t columns) {
-  return tokens * num_blocks(columns) * (ZQ_BLOCK + 8) + tokens * (columns + 64) * 4 + 256;
+int64_t zq_scratch_bytes(int64_t tokens, int64_t columns, int num_parts) {
+  return num_parts * tokens * num_blocks(columns) * (ZQ_BLOCK + 8) + tokens * (columns + 64) * 4 + 256;
 }
 
 /* Tokens of the tile that begins at `first` of `count`: all, or as many as a tile holds. */
@@ -165,7 +166,7 @@ static void activations_part(const team *t, int64_t from, int64_t to) {
     const int64_t first = token / ZQ_MOST_TOKENS * ZQ_MOST_TOKENS, at = first * p->blocks + (token - first);
     const int size = tile_tokens(first, p->tokens);
     levels[active]->activations(p->x + token * p->columns, p->columns, p->blocks, p->codes + at * ZQ_BLOCK, p->scales + at,
-                                p->sums + at, size);
+                                p->sums + at, size, p->num_parts > 1 ? p->tokens * p->blocks : 0);
   }
 }
 
@@ -182,28 +183,38 @@ static void store(const zq_matrix *m, int64_t row, int64_t token, const float va
   for (int64_t r = 0; r < count; r++) out[r] = m->bias ? values[r] + m->bias[row + r] : values[r];
 }
 
-/* The product of one panel with the tokens [first, end); `next` is the panel after it, or NULL. */
-static void product_panel(const products *p, const zq_matrix *m, int64_t panel, int64_t first, int64_t end) {
-  const int64_t blocks = blocks_of(m, p->columns), bytes = panel_bytes(m, blocks);
+/* The product of one or two panels with the tokens [first, end); memory is asked for those after them. */
+static void product_panels(const products *p, const zq_matrix *m, int64_t panel, int num_panels, int64_t first,
+                           int64_t end) {
+  const int64_t blocks = blocks_of(m, p->columns), bytes = panel_bytes(m, blocks), tokens = end - first;
   const uint8_t *data = m->data + panel * bytes;
-  float values[ZQ_MOST_TILES * ZQ_MOST_TOKENS][ZQ_PANEL];
+  const int64_t all = m->num_parts * tokens; /* rows of a panel's product: the tokens for each part */
+  float values[2 * ZQ_MOST_TILES * ZQ_MOST_TOKENS][ZQ_PANEL];
   zq_tile tiles[ZQ_MOST_TILES];
   int64_t num_tiles = 0;
-  for (int64_t token = first; token < end; token += tiles[num_tiles++].tokens) {
-    const int64_t at = token * p->blocks;
-    tiles[num_tiles] = (zq_tile){p->codes + at * ZQ_BLOCK, p->scales + at, p->sums + at, tile_tokens(token, p->tokens)};
-  }
+  for (int part = 0; part < m->num_parts; part++)
+    for (int64_t token = first; token < end; token += tiles[num_tiles++].tokens) {
+      const int64_t at = (part * p->tokens + token) * p->blocks;
+      tiles[num_tiles] = (zq_tile){p->codes + at * ZQ_BLOCK, p->scales + at, p->sums + at, tile_tokens(token, p->tokens)};
+    }
   if (num_tiles == 1)
-    levels[active]->panel(m, data, blocks, tiles, values);
+    for (int k = 0; k < num_panels; k++)
+      levels[active]->panel(m, data + k * bytes, blocks, tiles, values + k * all);
   else
-    levels[active]->panel_tiles(m, data, blocks, tiles, num_tiles, data + bytes, values);
-  for (int64_t token = first; token < end; token++) store(m, panel * ZQ_PANEL, token, values[token - first]);
+    levels[active]->panel_tiles(m, data, blocks, tiles, num_tiles, num_panels, data + num_panels * bytes, values);
+  for (int k = 0; k < num_panels; k++)
+    for (int64_t t = 0; t < tokens; t++) {
+      float *row = values[k * all + t], *rest = values[k * all + tokens + t];
+      for (int r = 0; r < ZQ_PANEL && m->num_parts == 2; r++) row[r] += rest[r];
+      store(m, (panel + k) * ZQ_PANEL, first + t, row);
+    }
 }
 
 /* Tokens that a panel meets at once: as many as have their activations in the second-level cache. */
 static int64_t token_block(const products *p) {
-  int64_t fitting = ACTIVATION_BYTES / (p->blocks * (ZQ_BLOCK + 8)) / ZQ_MOST_TOKENS;
-  return ZQ_MOST_TOKENS * (fitting < 1 ? 1 : fitting > ZQ_MOST_TILES ? ZQ_MOST_TILES : fitting);
+  const int64_t fitting = ACTIVATION_BYTES / (p->num_parts * p->blocks * (ZQ_BLOCK + 8)) / ZQ_MOST_TOKENS;
+  const int64_t most = ZQ_MOST_TILES / p->num_parts;
+  return ZQ_MOST_TOKENS * (fitting < 1 ? 1 : fitting > most ? most : fitting);
 }
 
 /* Panels [from, to), counted over all matrices. */
@@ -214,8 +225,9 @@ static void panels_part(const team *t, int64_t from, int64_t to) {
     int64_t end = first + step < p->tokens ? first + step : p->tokens, base = 0;
     for (const zq_matrix *m = p->matrices; m < p->matrices + p->num_matrices; m++) {
       int64_t count = num_panels(m);
-      for (int64_t panel = from > base ? from - base : 0; panel < count && base + panel < to; panel++)
-        product_panel(p, m, panel, first, end);
+      const int64_t last = count < to - base ? count : to - base;
+      for (int64_t panel = from > base ? from - base : 0; panel < last; panel += 2)
+        product_panels(p, m, panel, panel + 1 < last ? 2 : 1, first, end);
       base += count;
     }
   }
@@ -224,10 +236,13 @@ static void panels_part(const team *t, int64_t from, int64_t to) {
 void zq_products(const float *x, int64_t tokens, int64_t columns, const zq_matrix *matrices, int64_t num_matrices,
                  void *scratch, int num_threads) {
   products p = {.x = x, .tokens = tokens, .columns = columns, .blocks = num_blocks(columns), .matrices = matrices,
-                .num_matrices = num_matrices};
+                .num_matrices = num_matrices, .num_parts = 1};
+  for (int64_t k = 0; k < num_matrices; k++)
+    if (matrices[k].num_parts > p.num_parts) p.num_parts = matrices[k].num_parts;
+  const int64_t all_blocks = p.num_parts * tokens * p.blocks;
   p.codes = (int8_t *)(((uintptr_t)scratch + 63) / 64 * 64);
-  p.scales = (float *)(p.codes + tokens * p.blocks * ZQ_BLOCK);
-  p.sums = (int32_t *)(p.scales + tokens * p.blocks);
+  p.scales = (float *)(p.codes + all_blocks * ZQ_BLOCK);
+  p.sums = (int32_t *)(p.scales + all_blocks);
   team quantizing = {activations_part, tokens, &p}, multiplying = {panels_part, 0, &p};
   run(&quantizing, tokens < PARALLEL_TOKENS ? 1 : num_threads);
   for (int64_t k = 0; k < num_matrices; k++) multiplying.total += num_panels(matrices + k);
@@ -239,7 +254,7 @@ void zq_quantize_activations(const float *x, int64_t tokens, int64_t columns, in
   int32_t *sums = malloc((size_t)(blocks + 1) * sizeof *sums);
   for (int64_t token = 0; sums && token < tokens; token++)
     levels[active]->activations(x + token * columns, columns, blocks, codes + token * blocks * ZQ_BLOCK,
-                                scales + token * blocks, sums, 1);
+                                scales + token * blocks, sums, 1, 0);
   free(sums);
 }
 

@@ -38,6 +38,7 @@ class Writer:
     tensors: list[Tensor] = attrs.field(factory=list)  # of views, what they are views of; each once
     known: set[int] = attrs.field(factory=set)  # their identities
     structs: list[Any] = attrs.field(factory=list)  # memory that structs point to
+    num_parts: set[int] = attrs.field(factory=lambda: {1})  # of the activations of all matrices
 
     def block(self, entry: Any, block: FusedBlock, width: int) -> None:
         """Fill a zq_block."""
@@ -82,6 +83,7 @@ class Writer:
         if isinstance(weight, PackedTensor):
             describe(entry.matrix, weight.shape[0], product_format(weight.format), -(-weight.shape[1] // 32) * 32)
             entry.matrix.data, entry.dtype = self._at("uint8_t *", weight.data), -1
+            self.num_parts.add(entry.matrix.num_parts)
         else:
             describe(entry.matrix, weight.shape[0], None, 0)
             entry.matrix.data, entry.dtype = self._at("uint8_t *", weight), PLAIN[weight.dtype]
@@ -131,7 +133,8 @@ class Writer:
         self.projection(entry.router, mixture.router)
         if mixture.shared_gate is not None:
             self.projection(entry.shared_gate, mixture.shared_gate)
-        entry.experts, entry.num_experts, entry.top_k = experts, len(mixture.experts), mixture.top_k
+        entry.experts, entry.num_experts, entry.top_k = experts, mixture.router.weight.shape[0], mixture.top_k
+        entry.first, entry.num_held = mixture.first, len(mixture.experts)
         entry.factor, entry.is_renormalized = mixture.factor, mixture.is_renormalized
         entry.has_shared = mixture.shared is not None
         return entry

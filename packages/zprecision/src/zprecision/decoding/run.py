@@ -78,6 +78,7 @@ class FusedDecoder:
             self._vocabulary = head.projection.weight.shape[0]
         self._decoder.blocks, self._decoder.num_blocks = self._blocks, len(blocks)
         self._decoder.width, self._decoder.capacity = width, capacity
+        self._decoder.num_parts = max(writer.num_parts)
         self._cuts = tuple(cut for index, block in enumerate(blocks) for cut in _cuts(index, block))
         self._found, self._width, self._num_blocks = found, width, len(blocks)
         self._num_slots, self._capacity = min((block.cache.keys.shape[0] for block in blocks), default=0), capacity
@@ -199,6 +200,8 @@ def _cuts(index: int, block: FusedBlock) -> Iterator[_Cut]:
     if isinstance(mlp, FusedMLP):
         grown = mlp.up.weight.shape[0] // (2 if mlp.is_fused else 1)
         ends.append((2, block.down_ranks, mlp.down, grown))
+    elif block.down_ranks is not None:
+        ends.append((2, block.down_ranks, mlp.experts[0].down, 0))
     for stage, ranks, last, columns in ends:
         if isinstance(ranks, FusedJoin):
             yield _Cut(5 * index + stage, ranks, columns, last.weight.shape[1])

@@ -44,7 +44,7 @@ def _raise(problem: str) -> None:
 def _block(block: FusedBlock, width: int, capacity: int) -> Iterator[str]:
     yield from _attention(block.attention, width, capacity, own_rows=_own_rows(block.out_ranks))
     if isinstance(block.mlp, FusedMixture):
-        yield from _mixture(block.mlp, width)
+        yield from _mixture(block.mlp, width, is_shared_out=block.down_ranks is not None)
     else:
         yield from _mlp("", block.mlp, width, own_rows=_own_rows(block.down_ranks))
     for name in ("norm", "out_norm", "mlp_norm", "mlp_out_norm"):
@@ -95,11 +95,16 @@ def _mlp(owner: str, mlp: FusedMLP, width: int, *, own_rows: bool = False) -> It
         yield from _projection(f"{owner}gate", mlp.gate, grown, width)
 
 
-def _mixture(mixture: FusedMixture, width: int) -> Iterator[str]:
-    experts = mixture.experts
-    if not 1 <= mixture.top_k <= len(experts):
-        yield f"{mixture.top_k} of {len(experts)} experts are chosen for a token"
-    yield from _projection("router", mixture.router, len(experts), width)
+def _mixture(mixture: FusedMixture, width: int, *, is_shared_out: bool) -> Iterator[str]:
+    """is_shared_out: other ranks hold other experts."""
+    experts, number = mixture.experts, mixture.router.weight.shape[0]
+    if not 1 <= mixture.top_k <= number:
+        yield f"{mixture.top_k} of {number} experts are chosen for a token"
+    if not experts or mixture.first < 0 or mixture.first + len(experts) > number:
+        yield f"{len(experts)} experts from number {mixture.first} on are held, and the router has {number}"
+    if len(experts) != number and not is_shared_out:
+        yield f"{len(experts)} of {number} experts are held, and no ranks add up what they compute"
+    yield from _projection("router", mixture.router, number, width)
     for index, expert in enumerate(experts):
         if _form(expert) != _form(experts[0]):
             yield f"expert {index} has another form, or reads other kinds of weights, than expert 0"

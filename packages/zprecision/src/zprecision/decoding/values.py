@@ -121,8 +121,9 @@ class FusedMixture:
     """
 
     router: FusedProjection  # (experts, width)
-    experts: tuple[FusedMLP, ...]  # of one size
+    experts: tuple[FusedMLP, ...]  # of one size: all, or those held here
     top_k: int  # up to MOST_CHOSEN
+    first: int = 0  # number of the first one held here; a block's `down_ranks` adds up what ranks compute
     is_renormalized: bool = False  # the chosen weights are divided by their sum
     factor: float = 1.0  # of the chosen weights
     shared: FusedMLP | None = None  # for all tokens, of any size
@@ -216,8 +217,8 @@ def _reasons_block(block: FusedBlock) -> Iterator[str]:
         if norm is not None and norm.size != attention.head_size and attention.is_grouped:
             yield "norm of all heads of a projection that is ordered by key heads"
     yield from _reasons_cache(block.cache)
-    if isinstance(block.mlp, FusedMixture) and block.down_ranks is not None:
-        yield "its experts are split over ranks"
+    if isinstance(block.mlp, FusedMixture) and isinstance(block.down_ranks, FusedJoin):
+        yield "its experts are split over ranks by rows"
 
 
 def _reasons_mlp(owner: str, mlp: FusedMLP) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Block quantization: formats, quantized tensors, products with them."""
 
 from zprecision.quant.activations import quantize_activations
-from zprecision.quant.foreign import GroupedCodes, read_awq, read_compressed, read_gptq
+from zprecision.quant.foreign import GroupedCodes, read_awq, read_compressed, read_compressed_bytes, read_gptq
 from zprecision.quant.formats import (
     NF4,
     Q4_0,
@@ -20,6 +20,12 @@ from zprecision.quant.ggml import from_blocks, to_blocks
 from zprecision.quant.linear import Weight, linear, linear_many
 from zprecision.quant.panels import PackedTensor, pack
 from zprecision.quant.quantize import dequantize, quantize
+from zprecision.quant.simulate import (
+    round_to_bits,
+    simulate,
+    simulate_format,
+    straight_through,
+)
 from zprecision.quant.tensor import Quantized, QuantizedTensor, read_header
 
 __all__ = [
@@ -48,8 +54,13 @@ __all__ = [
     "quantize_activations",
     "read_awq",
     "read_compressed",
+    "read_compressed_bytes",
     "read_gptq",
     "read_header",
+    "round_to_bits",
+    "simulate",
+    "simulate_format",
+    "straight_through",
     "to_blocks",
     "unit_of",
 ]

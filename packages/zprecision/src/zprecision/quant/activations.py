@@ -1,7 +1,9 @@
 """Quantization of activations: 8 bits in blocks of 32 along the last dim, symmetric, at run time.
 
 Products with integer weights multiply these codes, so that a kernel reads weights as they are stored instead of
-widening them.  A block with an infinite or NaN element gets the scale NaN, and so does every output it enters.
+widening them.  Formats with activations of 16 bits quantize the rest once more, and add the product of its codes.
+
+A block with an infinite or NaN element gets the scale NaN, and so does every output it enters.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), torch.where(is_finite, scales, torch.nan)
 
 
-def round_activations(x: Tensor) -> Tensor:
-    """Return the values of the codes, float32 of the shape of `x`."""
+def round_activations(x: Tensor, bits: int = 8) -> Tensor:
+    """Return the values of the codes, float32 of the shape of `x`.
+
+    bits: 8, or 16: the sum of the codes' values and of those of what rounding left.
+    """
+    x = x.float()
     codes, scales = quantize_activations(x)
-    return (codes * scales.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
+    first = (codes * scales.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
+    return first if bits == 8 else first + round_activations(x - first)

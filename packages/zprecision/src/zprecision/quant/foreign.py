@@ -31,7 +31,7 @@ from zprecision.quant.formats import GROUPS, Format, Int4, Int8
 from zprecision.quant.layout import join_nibbles, padded, unflatten
 from zprecision.quant.tensor import QuantizedTensor, checked
 
-__all__ = ["GroupedCodes", "read_awq", "read_compressed", "read_gptq"]
+__all__ = ["GroupedCodes", "read_awq", "read_compressed", "read_compressed_bytes", "read_gptq"]
 
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of nibble i
@@ -182,6 +182,25 @@ def read_compressed(parts: Mapping[str, Tensor], *, bits: int, shape: Sequence[i
     """
     per_word, (outputs, inputs) = _per_word(bits), (int(shape[0]), int(shape[1]))
     _check(parts, "weight_packed", (outputs, -(-inputs // per_word)), (torch.int32,))
+    return _compressed(
+        parts, bits, _unpacked(parts["weight_packed"], bits).flatten(1)[:, :inputs].contiguous(), "weight_packed"
+    )
+
+
+def read_compressed_bytes(parts: Mapping[str, Tensor]) -> GroupedCodes:
+    """Return the codes of a compressed-tensors layer that has one in each byte ("int-quantized").
+
+    parts: "weight" (N, K) int8; the others as for `read_compressed`.  Raises ValueError as that does.
+    """
+    weight = parts.get("weight")
+    shape = tuple(weight.shape) if weight is not None and weight.dim() == 2 else (-1, -1)
+    _check(parts, "weight", shape, (torch.int8,))
+    return _compressed(parts, 8, parts["weight"].view(torch.uint8) ^ 128, "weight")
+
+
+def _compressed(parts: Mapping[str, Tensor], bits: int, codes: Tensor, name: str) -> GroupedCodes:
+    """Return unsigned codes, (N, K) uint8, with their scales and zeros; name: of the codes, for errors."""
+    outputs, inputs = codes.shape
     scales = parts.get("weight_scale")
     if scales is not None and scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(outputs, 1)
@@ -192,10 +211,10 @@ def read_compressed(parts: Mapping[str, Tensor], *, bits: int, shape: Sequence[i
     if index is not None and bool((index == -1).all()):  # of layers without an order of their own
         index = None
     if groups > max(1, inputs) or (index is None and groups and inputs % groups):
-        raise ValueError(f"'weight_scale' has {groups} groups for {inputs} inputs, which they do not divide")
+        raise ValueError(f"'weight_scale' has {groups} groups for {inputs} inputs of {name!r}, which do not divide")
     return GroupedCodes(
         bits=bits,
-        codes=_unpacked(parts["weight_packed"], bits).flatten(1)[:, :inputs].contiguous(),
+        codes=codes,
         scales=scales.contiguous(),
         zeros=_compressed_zeros(parts.get("weight_zero_point"), bits, outputs, groups),
         groups=_groups(index, "weight_g_idx", inputs, groups, inputs // max(1, groups)),

@@ -37,12 +37,18 @@ def _check_scale(_: object, attribute: attrs.Attribute[str], value: str) -> None
         raise ValueError(f"{attribute.name}={value!r}: pass one of {', '.join(get_args(ScaleRule))}")
 
 
+def _check_bits(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if value not in (8, 16):
+        raise ValueError(f"{attribute.name}={value!r}: pass 8 or 16")
+
+
 @attrs.frozen
 class Int8:
     """8-bit integers: 8.5 bits a weight in groups of 32."""
 
     group: int | None = attrs.field(default=32, validator=_check_group)  # elements that share a scale; None: a row
     scale: ScaleRule = attrs.field(default="amax", validator=_check_scale)  # symmetric, or "minmax": asymmetric
+    activation_bits: int = attrs.field(default=8, validator=_check_bits)  # of products; 16: twice the multiplications
 
 
 @attrs.frozen
@@ -101,6 +107,7 @@ class Integers:
     bits: int  # 4 or 8
     group: int | None  # elements that share a scale; None: a row
     scale: str  # the rule of the scale: a ScaleRule, or "ggml"
+    activation_bits: int = 8  # 8, or 16: two parts of 8
 
     @property
     def is_symmetric(self) -> bool:
@@ -115,8 +122,10 @@ class Integers:
 
 def integers(format: Format) -> Integers | None:
     """Return the description of an integer format; None for the others."""
-    if isinstance(format, Int8 | Int4):
-        return Integers(8 if isinstance(format, Int8) else 4, format.group, format.scale)
+    if isinstance(format, Int8):
+        return Integers(8, format.group, format.scale, format.activation_bits)
+    if isinstance(format, Int4):
+        return Integers(4, format.group, format.scale)
     if isinstance(format, Q8_0 | Q4_0):
         return Integers(8 if isinstance(format, Q8_0) else 4, BLOCK, "ggml")
     return None
@@ -148,6 +157,8 @@ def format_name(format: Format) -> str:
         parts.append(f"g{format.group}" if format.group else "row")  # type: ignore[union-attr]
     if isinstance(format, Int8 | Int4) and format.scale != default.scale:  # type: ignore[union-attr]
         parts.append(format.scale)
+    if isinstance(format, Int8) and format.activation_bits == 16:
+        parts.append("a16")
     return "-".join(parts)
 
 
@@ -155,17 +166,22 @@ def format_named(name: str) -> Format:
     """Return the format with this text.  Raises `ValueError` for an unknown one."""
     if name.lower() in _PLAIN:
         return _PLAIN[name.lower()]
-    found = re.fullmatch(r"(int8|int4|nf4|fp8)(?:-(g32|g64|g128|row))?(?:-(search|amax|minmax))?", name.lower())
-    if found is None or (found[3] and found[1] not in ("int8", "int4")):
+    found = re.fullmatch(
+        r"(int8|int4|nf4|fp8)(?:-(g32|g64|g128|row))?(?:-(search|amax|minmax))?(-a16)?", name.lower()
+    )
+    if found is None or (found[3] and found[1] not in ("int8", "int4")) or (found[4] and found[1] != "int8"):
         raise ValueError(
             f"{name!r} names no format: use int8, int4, nf4 or fp8, each with an optional -g32, -g64, -g128 or -row, "
-            f"integers also with -search, -amax or -minmax; or {', '.join(_PLAIN)}"
+            f"integers also with -search, -amax or -minmax, int8 with -a16 (activations of 16 bits); or "
+            f"{', '.join(_PLAIN)}"
         )
     chosen: dict[str, object] = {}
     if found[2]:
         chosen["group"] = None if found[2] == "row" else int(found[2][1:])
     if found[3]:
         chosen["scale"] = found[3]
+    if found[4]:
+        chosen["activation_bits"] = 16
     return _GROUPED[found[1]](**chosen)  # type: ignore[arg-type]
 
 

@@ -81,7 +81,9 @@ def products(x: Tensor, matrices: Sequence[Matrix], biases: Sequence[Tensor | No
     tokens, columns = x.shape
     rows = x.float().contiguous()
     outs, held, table = _table(found, tokens, columns, matrices, biases)
-    scratch = torch.empty(found.lib.zq_scratch_bytes(tokens, columns), dtype=torch.uint8, device="cpu")
+    num_parts = max((entry.num_parts for entry in table), default=1)
+    num_bytes = found.lib.zq_scratch_bytes(tokens, columns, num_parts)
+    scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     at = found.ffi.cast("float *", rows.data_ptr())
     found.lib.zq_products(at, tokens, columns, table, len(matrices), _void(found, scratch), num_threads())
     del held
@@ -103,7 +105,7 @@ def dense_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     tokens, columns = x.shape
     rows = x.float().contiguous()
     outs, held, table = _table(found, tokens, columns, [(w, w.shape[0], None) for w in weights], biases)
-    scratch = torch.empty(found.lib.zq_scratch_bytes(tokens, columns), dtype=torch.uint8, device="cpu")
+    scratch = torch.empty(found.lib.zq_scratch_bytes(tokens, columns, 1), dtype=torch.uint8, device="cpu")
     at, into = found.ffi.cast("float *", rows.data_ptr()), _void(found, scratch)
     found.lib.zq_dense_products(at, tokens, columns, table, len(weights), _DTYPES[dtype], into, num_threads())
     del held
@@ -134,6 +136,7 @@ def describe(entry: Any, rows: int, form: Integers | None, length: int) -> None:
         entry.group = form.group or length
         entry.bits, entry.offset = form.bits, form.offset
         entry.scale_bytes, entry.has_mins = 2 if form.group else 4, not form.is_symmetric
+        entry.num_parts = form.activation_bits // 8
 
 
 def _void(found: Library, tensor: Tensor) -> Any:

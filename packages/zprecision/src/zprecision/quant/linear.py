@@ -1,10 +1,11 @@
 """Products with quantized weights.
 
 `linear` is torch.nn.functional.linear for weights of any kind: quantized, packed, or plain.  On CPUs with the
-kernels, a product with an integer format quantizes the activation (8 bits in blocks of 32) and multiplies integers;
-elsewhere torch multiplies the same rounded activation by the dequantized weight, which differs only by the rounding
-of float32 sums.  CUDA devices with kernels do as CPUs for up to 32 tokens; for more, the activation is not rounded
-(gpu.py).  Formats without integers (NF4, Fp8, Q4_K, Q6_K) are dequantized, and the activation is not rounded.
+kernels, a product with an integer format quantizes the activation (8 bits in blocks of 32, or two parts of 8 bits if
+the format says so) and multiplies integers; elsewhere torch multiplies the same rounded activation by the dequantized
+weight, which differs only by the rounding of float32 sums.  CUDA devices with kernels do as CPUs for up to 32 tokens;
+for more, and in the place of 16 bits, the activation is not rounded (gpu.py).  Formats without integers (NF4, Fp8,
+Q4_K, Q6_K) are dequantized, and the activation is not rounded.
 
 `linear_many` multiplies one activation by several weights: it is quantized once, and all rows form one list of work.
 
@@ -47,6 +48,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     x: (..., in_features) of a floating dtype, on the device of the weight. weight: (out_features, in_features). bias:
     (out_features,) or None. On a CPU a `QuantizedTensor` keeps a packed copy of itself from its first product on;
     pass `pack(weight)` to have one copy. Raises ValueError for shapes and devices that do not fit.
+
+    >>> import torch, zprecision
+    >>> weight = zprecision.pack(zprecision.quantize(torch.ones(4, 32), "int4"))
+    >>> zprecision.linear(torch.ones(1, 32), weight).round()
+    tensor([[32., 32., 32., 32.]])
     """
     return linear_many(x, [weight], [bias])[0]
 
@@ -144,7 +150,7 @@ def _by_gpu_kernels(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tenso
             matrices[index] = matrix
     if not matrices:
         return {}
-    if len(x) > gpu.MOST_TOKENS:
+    if len(x) > gpu.MOST_TOKENS or any(matrix.form.activation_bits > 8 for matrix in matrices.values()):
         outs = {index: gpu.panel_product(x, matrix, biases[index]) for index, matrix in matrices.items()}
         return {index: out for index, out in outs.items() if out is not None}
     found = gpu.products(x, list(matrices.values()), [biases[index] for index in matrices])
@@ -156,7 +162,8 @@ def _by_torch(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     if isinstance(weight, PackedTensor):
         weight = weight.unpack()
-    inputs = x.float() if product_format(weight.format) is None else round_activations(x)
+    form = product_format(weight.format)
+    inputs = x.float() if form is None else round_activations(x, form.activation_bits)
     rows = max(1, _PANEL_NUMEL // max(1, weight.shape[1]))
     parts = [
         torch.nn.functional.linear(

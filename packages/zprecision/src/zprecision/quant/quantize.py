@@ -24,6 +24,12 @@ def quantize(tensor: Tensor, format: Format | str) -> QuantizedTensor:
 
     Raises ValueError for values that are not finite or too large for the scales, for empty rows, and for the meta
     device; TypeError for another dtype.
+
+    >>> import torch, zprecision
+    >>> weight = torch.arange(64.0).reshape(2, 32)
+    >>> codes = zprecision.quantize(weight, "int8")
+    >>> tuple(codes.shape), codes.nbytes < weight.nbytes / 3
+    ((2, 32), True)
     """
     if not tensor.is_floating_point():
         raise TypeError(f"quantize: the tensor is {tensor.dtype}; pass a floating dtype")
@@ -48,5 +54,12 @@ def quantize(tensor: Tensor, format: Format | str) -> QuantizedTensor:
 
 
 def dequantize(quantized: QuantizedTensor | PackedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of a quantized tensor, in `dtype`, by default that of the tensor that was quantized."""
+    """Return the values of a quantized tensor, in `dtype`, by default that of the tensor that was quantized.
+
+    >>> import torch, zprecision
+    >>> weight = torch.arange(64.0).reshape(2, 32)
+    >>> again = zprecision.dequantize(zprecision.quantize(weight, "int8"))
+    >>> bool((again - weight).abs().max() < 0.3)
+    True
+    """
     return quantized.dequantize(dtype)
