@@ -8,7 +8,8 @@ has kernels, because packages are built separately, and a test compares the copi
 part of the header between its two markers, against the limited API.  One source is compiled once per instruction set
 and the best is selected at run time.  The extension links only libc: Python passes the address of OpenMP's
 `GOMP_parallel`.  The digest of the sources is compiled in, so a checkout detects an extension that is older than its
-sources.  Without a compiler, cffi or Python.h, the build warns once and makes a pure Python wheel.
+sources.  Without a compiler, cffi or Python.h, the build warns once and makes a pure Python wheel; with ZBUILD=pure
+it makes one without a warning, for an index: the wheel of every platform that has none of its own.
 
     python hatch_build.py    builds the extension in place
 
@@ -199,10 +200,20 @@ def is_current() -> bool:
     return EXTENSION.exists() and source_hash().encode() in EXTENSION.read_bytes()
 
 
+def is_pure_wanted() -> bool:
+    """Return whether ZBUILD asks for a wheel without the extension.  Raises `ValueError` for an unknown value."""
+    given = os.environ.get("ZBUILD", "")
+    if given not in ("", "pure"):
+        raise ValueError(f"ZBUILD={given} is unknown: set ZBUILD=pure for a wheel without compiled code, or unset it")
+    return given == "pure"
+
+
 class KernelHook(BuildHookInterface):
     """The hook that hatchling calls for a wheel; `version` is "editable" for an editable install, else "standard"."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if is_pure_wanted():
+            return
         try:
             # pip builds an editable install twice: for its metadata and for the install
             if version != "editable" or not is_current():

@@ -20,7 +20,7 @@ from zoptim.options import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, certainly_accept
 
 VALUES: tuple[Any, ...] = (
     *(0, 1, 2, 5, -1, 2**60, 0.0, 0.5, 0.999, 1.0, 10.0, -0.8, 1e-8, 1e308, math.inf, math.nan, True, False, None),
-    *("auto", "0.1", "fp32", "bf16", "8bit", "4bit", "log", "linear", "gram", "original", torch.float32),
+    *("auto", "0.1", "fp32", "bf16", "8bit", "4bit", "log", "linear", "gram", "original", "nccl", torch.float32),
     *([0.9, 0.99], (0.9, 1.0), [None, 1e-3], [0.1], [0.9, 0.99, 0.999], (True, 0.5), {}),
 )
 

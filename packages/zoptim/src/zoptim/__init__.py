@@ -1,11 +1,11 @@
 """Optimizers with fused unscaling, clipping and skipping, and learning-rate schedules.
 
 The optimizers (Adam, AdamW, SGD, Adagrad, LAMB, Lion, Muon, Adafactor) replace torch.optim's: same arguments, same
-state, same curve.  SIMD kernels on CPUs and CuPy kernels on GPUs update lists of tensors in one call; `kernels()`
-shows which are in use.  `state_dtype` and `split_master` reduce the bytes of the state.  Two attributes replace
-separate passes over the gradients: `grad_scale` (the update divides by it) and `found_inf` (non-zero: the step
-changes nothing).  `grad_stats` measures the norm for both; `accept_grad_scale` adds both to any other torch
-optimizer.
+state, same curve.  OneBitAdam, ZeroOneAdam and OneBitLamb average momenta over ranks in one bit an element.  SIMD
+kernels on CPUs and CuPy kernels on GPUs update lists of tensors in one call; `kernels()` shows which are in use.
+`state_dtype` and `split_master` reduce the bytes of the state.  Two attributes replace separate passes over the
+gradients: `grad_scale` (the update divides by it) and `found_inf` (non-zero: the step changes nothing).  `grad_stats`
+measures the norm for both; `accept_grad_scale` adds both to any other torch optimizer.
 
 The schedules are DeepSpeed's five, as pure functions of the number of applied updates.
 
@@ -17,7 +17,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zoptim.errors import NotAvailableYetError, UnknownNameError, UnsupportedTensorError
+from zoptim.errors import BaseShapesMissingError, UnknownNameError, UnsupportedTensorError
 from zoptim.optimizers import table
 from zoptim.options import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, certainly_accepts
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         WarmupLR,
         make_schedule,
     )
+    from zoptim.shards.exchange import Exchange, WholeTensors
     from zoptim.shards.segments import Segment
     from zoptim.states.formats import StateFormat
 
@@ -51,13 +52,14 @@ __all__ = [
     "SCHEDULE_OPTIONS",
     "certainly_accepts",
     "AcceptsGradScale",
+    "BaseShapesMissingError",
+    "Exchange",
     "FlatOptimizer",
     "GradScaled",
     "GradStats",
     "Kernels",
     "LRRangeTest",
     "LRSchedule",
-    "NotAvailableYetError",
     "OneCycle",
     "Schedule",
     "Segment",
@@ -68,6 +70,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "WholeTensors",
     "accept_grad_scale",
     "grad_stats",
     "has_kernels",
@@ -92,6 +95,7 @@ _NAMES_IN = {
     "optimizers.flat": "FlatOptimizer",
     "optimizers.grad_scale": "AcceptsGradScale GradScaled accept_grad_scale supports_grad_scale",
     "schedules": "LRRangeTest LRSchedule OneCycle Schedule WarmupCosineLR WarmupDecayLR WarmupLR make_schedule",
+    "shards.exchange": "Exchange WholeTensors",
     "shards.segments": "Segment",
     "states.formats": "StateFormat",
 }

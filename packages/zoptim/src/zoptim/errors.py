@@ -10,8 +10,8 @@ class UnknownNameError(ValueError):
     """An unknown optimizer, schedule or option name."""
 
 
-class NotAvailableYetError(ValueError):
-    """A DeepSpeed optimizer that zoptim does not implement yet."""
+class BaseShapesMissingError(ValueError):
+    """A parameter of MuAdam, MuAdamW or MuSGD without a base shape of the package mup."""
 
 
 class UnsupportedTensorError(TypeError):

@@ -42,6 +42,10 @@ def _one_of(*values: object) -> Test:
     return lambda value: any(value is each or (type(value) is str and value == each) for each in values)
 
 
+def _count_or_auto(value: Any) -> bool:
+    return _whole(2)(value) or (type(value) is str and value == "auto")
+
+
 def _optional(test: Test) -> Test:
     return lambda value: value is None or test(value)
 
@@ -70,6 +74,17 @@ _ADAM = {
     "adam_w_mode": _TRUTH,
     "torch_adam": _one_of(False),
     "fp32_optimizer_states": _TRUTH,
+}
+
+_ONE_BIT = {
+    **_RATES,
+    "betas": _BETAS,
+    "eps": _SIZE,
+    "bias_correction": _TRUTH,
+    "eps_inside_sqrt": _TRUTH,
+    "amsgrad": _one_of(False),
+    "cuda_aware": _TRUTH,
+    "comm_backend_name": _one_of("nccl", "mpi", "hccl", "compressed", "gloo"),
 }
 
 # Name in lower case -> option -> test.
@@ -106,6 +121,24 @@ OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Test]] = {
         "ns_steps": _whole(1),
         "ns_method": _one_of("standard", "gram"),
         "adjust_lr": _one_of("original", "match_rms_adamw"),
+    },
+    "onebitadam": {**_ONE_BIT, "freeze_step": _count_or_auto},
+    "zerooneadam": {
+        **_ONE_BIT,
+        "var_freeze_step": _whole(1),
+        "var_update_scaler": _whole(1),
+        "local_step_scaler": _whole(1),
+        "local_step_clipper": _whole(1),
+    },
+    "onebitlamb": {
+        **_ONE_BIT,
+        "freeze_step": _count_or_auto,
+        "min_coeff": _FRACTION,
+        "max_coeff": _within(1),
+        "coeff_beta": _FRACTION,
+        "factor_min": _FRACTION,
+        "factor_max": _within(1),
+        "factor_threshold": _SIZE,
     },
     "adafactor": {
         **_RATES,

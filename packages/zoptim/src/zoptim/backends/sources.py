@@ -74,13 +74,10 @@ def source_hash(project: Path) -> str:
     """Return a digest, 16 hexadecimal digits, of the sources of a checkout's extension; without the CUDA text."""
     csrc = project / "src" / "zoptim" / "csrc"
     headers = [path for path in csrc.rglob("*.h") if not path.name.startswith("zk_gpu")]
-    total = hashlib.sha256()
-    for path in [
-        project / "hatch_build.py",
-        project / "pyproject.toml",
-        Path(__file__),
-        *sorted([*csrc.glob("*.c"), *headers]),
-    ]:
+    paths = [project / "hatch_build.py", Path(__file__), *sorted([*csrc.glob("*.c"), *headers])]
+    settings = (project / "pyproject.toml").read_bytes().partition(b"\n[tool.zbuild]\n")[2]  # not version, links, ...
+    total = hashlib.sha256(settings)
+    for path in paths:
         text = path.read_bytes()
         total.update(f"{path.name} {len(text)}\n".encode() + text)
     return total.hexdigest()[:16]

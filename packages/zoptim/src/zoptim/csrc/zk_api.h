@@ -39,7 +39,7 @@ void zk_set_omp(uint64_t parallel, uint64_t thread_num, uint64_t num_threads);
 int64_t zk_coef_bytes(void);
 int64_t zk_num_spans(int64_t numel); /* partials of one row */
 int64_t zk_num_partials(int64_t num_rows, const int64_t *numel); /* of all rows */
-const char *zk_source_hash(void);
+const char *zk_source_hash(void); /* of the C files, hatch_build.py and [tool.zbuild] */
 
 /* Update all rows.  Returns 1, or 0 if found_inf is set and nothing was written. */
 int zk_step(zk_job *job, int num_threads);

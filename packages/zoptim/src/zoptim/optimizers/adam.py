@@ -146,6 +146,12 @@ class AdamW(Adam):
     """AdamW (Loshchilov and Hutter 2019): the decay shrinks the weights directly.
 
     Arguments, state and errors as in Adam; weight_decay is 0.01 by default, as in torch.
+
+    >>> import torch, zoptim
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = zoptim.AdamW(model.parameters(), lr=0.1, state_dtype="8bit")
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Optimizers by name and option dict, as in a DeepSpeed JSON config.
 
-Names: adam, adamw, sgd, adagrad, lamb, lion, muon and adafactor, in any case, build zoptim's classes; the exact name
-of any other class of torch.optim builds torch's.  DeepSpeed optimizers that zoptim lacks raise NotAvailableYetError.
+The names of zoptim's classes (table.py), in any case, build these; the exact name of any other class of torch.optim
+builds torch's.
 
 DeepSpeed's semantics:
 
@@ -11,6 +11,7 @@ DeepSpeed's semantics:
 * `torch_adam` selects torch's class instead of ours.
 * `fp32_optimizer_states` (Adam, AdamW, Lion, Adagrad): true keeps moments in float32 for any parameter dtype, false
   in the parameters' dtype, which may be float32.  `state_dtype` has more choices.
+* MuAdam, MuAdamW and MuSGD scale the rates of Adam, AdamW and SGD by the base shapes of the package mup: mup.py.
 * `max_grad_norm` raises: optimizers do not clip; gradient_clipping does.
 """
 
@@ -23,9 +24,10 @@ from typing import Any
 import torch
 
 from zoptim.checks import check_option_names, flag
-from zoptim.errors import NotAvailableYetError, UnknownNameError, did_you_mean
+from zoptim.errors import UnknownNameError, did_you_mean
 from zoptim.optimizers.adam import Adam, AdamW
 from zoptim.optimizers.base import Params
+from zoptim.optimizers.mup import MUP_NAMES, mup_groups
 from zoptim.optimizers.table import ROWS, OptimizerRow
 from zoptim.states.formats import StateFormat
 
@@ -38,16 +40,6 @@ _NOT_IN_CONFIGS = frozenset({"params", "decoupled_weight_decay", "use_muon"})
 
 _ROWS = {row.name.lower(): row for row in ROWS}
 
-# Name in lower case -> the optimizer to use meanwhile.
-_NOT_YET = {
-    "onebitadam": "AdamW",
-    "zerooneadam": "AdamW",
-    "onebitlamb": "LAMB",
-    "muadam": "Adam",
-    "muadamw": "AdamW",
-    "musgd": "SGD",
-}
-
 
 def make_optimizer(name: str, params: Params, options: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:
     """Build the optimizer of a config's `{"type": name, "params": options}`.
@@ -55,8 +47,14 @@ def make_optimizer(name: str, params: Params, options: Mapping[str, Any] | None 
     params: parameters, named parameters or group dicts, as for torch.optim.  Lists in `options`, as in JSON, become
     tuples.
 
-    Raises UnknownNameError for an unknown name or option (with the nearest one), NotAvailableYetError for DeepSpeed
-    optimizers that zoptim lacks, ValueError or TypeError for values out of range.
+    Raises UnknownNameError for an unknown name or option (with the nearest one), ValueError or TypeError for values
+    out of range.
+
+    >>> import torch, zoptim
+    >>> model = torch.nn.Linear(2, 2)
+    >>> optimizer = zoptim.make_optimizer("AdamW", model.parameters(), {"betas": [0.9, 0.95]})
+    >>> optimizer.param_groups[0]["betas"]
+    (0.9, 0.95)
     """
     if not isinstance(name, str):
         raise TypeError(f"the optimizer's name is {name!r}; it must be a string such as 'AdamW'.")
@@ -67,13 +65,29 @@ def make_optimizer(name: str, params: Params, options: Mapping[str, Any] | None 
             "Remove it and set gradient_clipping at the top level of the config."
         )
     row = _ROWS.get(name.lower())
+    if name.lower() in MUP_NAMES:
+        return _make_mup(name, params, given)
     if row is None:
         return _make_torch(name, params, given)
     return _make_adam(name, params, given) if row.module == "adam" else _make_own(row, name, params, given)
 
 
+def _make_mup(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """Build the optimizer over groups whose rates are scaled by mup's base shapes; see mup.py."""
+    cls = _ROWS[MUP_NAMES[name.lower()].lower()].load()
+    check_option_names(name, options, _options_of(cls))
+    options.setdefault("weight_decay", 0.0)
+    members: list[Any] = list(params)
+    defaults = cls([torch.nn.Parameter(torch.zeros(1))], **options).defaults  # checks the values
+    groups = mup_groups(name, members, lr=defaults["lr"], weight_decay=options["weight_decay"])
+    return cls(groups, **options)
+
+
 def _options_of(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(cls).parameters if name not in _NOT_IN_CONFIGS)
+    """Return the options that a config may give: named arguments, and those that the class accepts and ignores."""
+    named = inspect.signature(cls).parameters.values()
+    names = [each.name for each in named if each.kind is not each.VAR_KEYWORD and each.name not in _NOT_IN_CONFIGS]
+    return (*names, *getattr(cls, "ignored_options", ()))
 
 
 def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -126,13 +140,9 @@ def _make_own(row: OptimizerRow, name: str, params: Params, options: dict[str, A
 
 def _make_torch(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
     """Build a class of torch.optim by exact name; option names are checked, values pass through."""
-    if name.lower() in _NOT_YET:
-        raise NotAvailableYetError(
-            f"the optimizer {name!r} is not available yet. Meanwhile use {_NOT_YET[name.lower()]}."
-        )
     classes = _torch_classes()
     if name not in classes:
-        own = [row.name for row in ROWS]
+        own = [*(row.name for row in ROWS), "MuAdam", "MuAdamW", "MuSGD"]
         raise UnknownNameError(
             f"there is no optimizer {name!r}.{did_you_mean(name, [*own, *classes])} "
             f"Allowed: {', '.join(own)} in any case; by exact name torch's {', '.join(classes)}."
@@ -150,6 +160,6 @@ def _torch_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
         if isinstance(value, type)
         and issubclass(value, torch.optim.Optimizer)
         and value is not torch.optim.Optimizer
-        and name.lower() not in _NOT_YET
         and name.lower() not in _ROWS
+        and name.lower() not in MUP_NAMES
     }

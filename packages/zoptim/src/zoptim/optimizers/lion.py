@@ -27,6 +27,13 @@ class Lion(FlatOptimizer):
     State of a parameter: `exp_avg` of its shape and device; a `step` if rounding is stochastic.
 
     Raises ValueError or TypeError naming the argument that is out of range.
+
+    >>> import torch, zoptim
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.tensor([0.1, -5.0])
+    >>> zoptim.Lion([weight], lr=0.25).step()
+    >>> weight.data
+    tensor([0.7500, 1.2500])
     """
 
     _rule = "lion"

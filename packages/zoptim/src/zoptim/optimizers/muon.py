@@ -58,6 +58,14 @@ class Muon(Adam):
     splits new groups, and not the segments.
 
     Raises ValueError or TypeError naming the argument that is out of range.
+
+    >>> import torch, zoptim
+    >>> model = torch.nn.Linear(8, 8)
+    >>> optimizer = zoptim.Muon(model.named_parameters(), lr=0.02)
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> sorted(optimizer.state[model.weight]), sorted(optimizer.state[model.bias])
+    (['momentum_buffer'], ['exp_avg', 'exp_avg_sq', 'step'])
     """
 
     elementwise: ClassVar[bool] = False

@@ -41,6 +41,13 @@ class SGD(FlatOptimizer):
     and only with momentum; a `step` if rounding is stochastic.
 
     Raises ValueError or TypeError naming the argument that is out of range.
+
+    >>> import torch, zoptim
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.ones(2)
+    >>> zoptim.SGD([weight], lr=0.5).step()
+    >>> weight.data
+    tensor([0.5000, 0.5000])
     """
 
     _rule = "sgd"

@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # the public names of the rows, for type checkers
     from zoptim.optimizers.lamb import LAMB as LAMB
     from zoptim.optimizers.lion import Lion as Lion
     from zoptim.optimizers.muon import Muon as Muon
+    from zoptim.optimizers.onebit_adam import OneBitAdam as OneBitAdam
+    from zoptim.optimizers.onebit_lamb import OneBitLamb as OneBitLamb
     from zoptim.optimizers.sgd import SGD as SGD
+    from zoptim.optimizers.zero_one_adam import ZeroOneAdam as ZeroOneAdam
     from zoptim.rules.adafactor import AdafactorMoments as AdafactorMoments
     from zoptim.rules.adafactor import adafactor_rule as adafactor_rule
     from zoptim.rules.elementwise import AdamMoments as AdamMoments
@@ -35,6 +38,14 @@ if TYPE_CHECKING:  # the public names of the rows, for type checkers
     from zoptim.rules.elementwise import sgd_rule as sgd_rule
     from zoptim.rules.muon import muon_rule as muon_rule
     from zoptim.rules.muon import orthogonalize as orthogonalize
+    from zoptim.rules.onebit import onebit_adam_rule as onebit_adam_rule
+    from zoptim.rules.onebit_lamb import OneBitLambMoments as OneBitLambMoments
+    from zoptim.rules.onebit_lamb import OneBitLambPolicy as OneBitLambPolicy
+    from zoptim.rules.onebit_lamb import onebit_lamb_rule as onebit_lamb_rule
+    from zoptim.rules.zero_one import ZeroOneClock as ZeroOneClock
+    from zoptim.rules.zero_one import ZeroOneMoments as ZeroOneMoments
+    from zoptim.rules.zero_one import ZeroOnePolicy as ZeroOnePolicy
+    from zoptim.rules.zero_one import zero_one_adam_rule as zero_one_adam_rule
 
 
 @attrs.frozen(kw_only=True)
@@ -76,6 +87,20 @@ ROWS = (
     OptimizerRow(name="Muon", module="muon", rules=("muon.muon_rule", "muon.orthogonalize")),
     OptimizerRow(
         name="Adafactor", module="adafactor", rules=("adafactor.adafactor_rule", "adafactor.AdafactorMoments")
+    ),
+    OptimizerRow(name="OneBitAdam", module="onebit_adam", rules=("onebit.onebit_adam_rule",)),
+    OptimizerRow(
+        name="ZeroOneAdam",
+        module="zero_one_adam",
+        rules=(
+            "zero_one.zero_one_adam_rule",
+            *(f"zero_one.ZeroOne{part}" for part in ("Clock", "Moments", "Policy")),
+        ),
+    ),
+    OptimizerRow(
+        name="OneBitLamb",
+        module="onebit_lamb",
+        rules=("onebit_lamb.onebit_lamb_rule", "onebit_lamb.OneBitLambMoments", "onebit_lamb.OneBitLambPolicy"),
     ),
 )
 

@@ -91,6 +91,13 @@ class Schedule:
             else:
                 group["lr"] = lr
 
+    def _rates(self, name: str, value: Rate) -> list[float]:
+        """Return one learning rate per group, as `_per_group`; one number for all gets muP's factors (mup.py)."""
+        rates = self._per_group(name, value)
+        if isinstance(value, (list, tuple)):
+            return rates
+        return [rate * group.get("mup_lr_factor", 1.0) for rate, group in zip(rates, self.optimizer.param_groups)]
+
     def _per_group(self, name: str, value: Rate, high: float = math.inf) -> list[float]:
         """Return one number in [0, high) per group, from one number for all or a sequence with one for each."""
         if not isinstance(value, (list, tuple)):

@@ -42,6 +42,12 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: Mapping[s
 
     Raises UnknownNameError for an unknown name or parameter (with the nearest one), ValueError for a missing
     parameter, ValueError or TypeError for values out of range.
+
+    >>> import torch, zoptim
+    >>> optimizer = zoptim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    >>> schedule = zoptim.make_schedule("WarmupLR", optimizer, {"warmup_num_steps": 4, "warmup_type": "linear"})
+    >>> schedule.get_last_lr()
+    [0.0]
     """
     if not isinstance(name, str):
         raise TypeError(f"the schedule's name is {name!r}; it must be a string such as 'WarmupLR'.")

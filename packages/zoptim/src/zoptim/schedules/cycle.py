@@ -69,12 +69,12 @@ class OneCycle(Schedule):
     @property
     def min_lrs(self) -> list[float]:
         """Learning rate of each group at both ends of the cycle."""
-        return self._per_group("cycle_min_lr", self._lr_range[0])
+        return self._rates("cycle_min_lr", self._lr_range[0])
 
     @property
     def max_lrs(self) -> list[float]:
         """Learning rate of each group at the peak."""
-        return self._per_group("cycle_max_lr", self._lr_range[1])
+        return self._rates("cycle_max_lr", self._lr_range[1])
 
     @property
     def total_size(self) -> int:
@@ -169,7 +169,7 @@ class LRRangeTest(Schedule):
     @property
     def min_lr(self) -> list[float]:
         """First learning rate of each group."""
-        return self._per_group("lr_range_test_min_lr", self._min_lr)
+        return self._rates("lr_range_test_min_lr", self._min_lr)
 
     def lrs(self, t: int) -> list[float]:
         factor = laws.range_test_factor(t, self.step_size, self.step_rate, self.staircase)

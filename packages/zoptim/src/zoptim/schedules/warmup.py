@@ -54,13 +54,13 @@ class WarmupLR(Schedule):
     @property
     def min_lrs(self) -> list[float]:
         """Learning rate of each group at the start."""
-        return self._per_group("warmup_min_lr", self._limits[0])
+        return self._rates("warmup_min_lr", self._limits[0])
 
     @property
     def max_lrs(self) -> list[float]:
         """Learning rate of each group after the warm-up."""
         high = self._limits[1]
-        return self.base_lrs if high is None else self._per_group("warmup_max_lr", high)
+        return self.base_lrs if high is None else self._rates("warmup_max_lr", high)
 
     @property
     def delta_lrs(self) -> list[float]:
@@ -119,6 +119,16 @@ class WarmupCosineLR(Schedule):
 
     As in DeepSpeed, the ratio is 0 for the first update and never reaches 1; `exact_peak=True` corrects both: see
     [Note: exact peak] in laws.py.
+
+    >>> import torch, zoptim
+    >>> optimizer = zoptim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    >>> schedule = zoptim.WarmupCosineLR(optimizer, 10, warmup_num_steps=2, warmup_type="linear", exact_peak=True)
+    >>> rates = []
+    >>> for _ in range(4):
+    ...     rates.append(round(schedule.get_last_lr()[0], 3))
+    ...     schedule.step()
+    >>> rates
+    [0.5, 1.0, 0.962, 0.854]
     """
 
     def __init__(
