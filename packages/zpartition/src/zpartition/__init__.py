@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zpartition._renamed import renamed
+from zpartition.bucket_exchange import BucketExchange
 from zpartition.core import UnusedParametersError
 from zpartition.deferred.init import Init, is_deferred, recording, suspend_init
 from zpartition.estimate.memory import MemoryPlan, plan
@@ -34,8 +35,9 @@ from zpartition.layout.policy import (
     Tier,
     ZeroPolicy,
 )
+from zpartition.layout.selective import ColumnMoments, SelectivePolicy
 from zpartition.ownership import reclaim_weights
-from zpartition.partition import Partition
+from zpartition.partition import Partition, check_local_gradients
 from zpartition.sharding import shard
 from zpartition.state.addressing import StagedState, make_state, number_forms, state_shards
 from zpartition.state.optimizer_state import Holder
@@ -64,7 +66,9 @@ __all__ = [
     "Address",
     "Averaging",
     "Bucket",
+    "BucketExchange",
     "BucketSizing",
+    "ColumnMoments",
     "Flow",
     "FullTensors",
     "Holder",
@@ -79,6 +83,7 @@ __all__ = [
     "Partition",
     "Piece",
     "ReduceAt",
+    "SelectivePolicy",
     "Shard",
     "Slot",
     "SparseGradients",
@@ -88,6 +93,7 @@ __all__ = [
     "TrafficPlan",
     "UnusedParametersError",
     "ZeroPolicy",
+    "check_local_gradients",
     "check_slices",
     "expert_shards_of",
     "gathered",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -35,7 +35,7 @@ from zpartition.weights.sharded import ShardedStorage, Storage
 from zpartition.weights.storage import BucketStorage, ReplicatedTensors
 from zpartition.weights.unshard import Unsharder
 
-__all__ = ["PartitionState", "Unused", "UnusedParametersError", "make_reducer"]
+__all__ = ["PartitionState", "Unused", "UnusedParametersError", "Updates", "make_reducer"]
 
 
 class UnusedParametersError(ValueError, AssertionError):
@@ -63,9 +63,40 @@ def make_reducer(
     return reducer
 
 
+class Updates:
+    """The identity: a step updates every element.  Selective updates (selective/) are a subclass."""
+
+    def apply(self, update_all: Callable[[], None]) -> None:
+        """Update the masters and publish them; `update_all` does that for all elements."""
+        update_all()
+
+    def divide_by(self, scaled: Any) -> None:
+        """Use `scaled.grad_scale`, (), as the divisor of gradients; None divides by 1."""
+
+    def finish(self) -> None:
+        """Show updates in the module that it does not show yet; all ranks call."""
+
+    def settle(self) -> None:
+        """Make masters and states on the host complete."""
+
+    def published(self) -> None:
+        """Notify that all masters were published, and not gathered yet."""
+
+    def ledger(self) -> dict[str, int]:
+        """Return the bytes on this rank by owner."""
+        return {}
+
+    def close(self) -> None:
+        """Write everything into masters and states, and end the thread."""
+
+
 AreInPlace = Callable[[], bool]  # returns True only if tensors are where they were, in the same layout
 WatchTensors = Callable[[list[Any]], AreInPlace]  # takes less time than asking each; see zoptim.watch_tensors
 Watch = tuple[Sequence[Storage], AreInPlace]  # the function is about the parameters of the storages
+
+
+def nothing_to_do() -> None:
+    """Do nothing."""
 
 
 def may_have_moved() -> bool:
@@ -142,10 +173,14 @@ class PartitionState:
     updates_parameters: bool = False  # the holders are the module's own parameters, not flat spans
     frozen_params: dict[str, Parameter] = attrs.field(factory=dict)  # by name
     frozen_groups: dict[str, int] = attrs.field(factory=dict)  # index of each one's parameter group, by name
+    unused: frozenset[str] = frozenset()  # parameters that no rank used in the last update
     speculative_step: SpeculativeStep = NO_SPECULATION  # steps buckets on the host before `Partition.apply` is called
+    updates: Updates = attrs.field(factory=Updates)  # the elements that a step updates
     mp_group: ModelParallelGroup = ALONE  # ranks that hold the other parts of split tensors
     pipeline_stages: ModelParallelGroup = ALONE  # ranks that hold the other stages of a pipeline
     watch_tensors: WatchTensors = watch_nothing  # see `Watch`
+    weights_replaced: Callable[[], None] = nothing_to_do  # called by all ranks after other weights were loaded
+    held_beside: Callable[[], Mapping[str, int]] = dict  # bytes by owner of what is made for this partition
     watch: Watch = UNWATCHED
     outside: OutsideParameters = NOTHING_OUTSIDE
 
@@ -295,7 +330,9 @@ class PartitionState:
         `num_of_model` elements are also summed over model-parallel ranks and pipeline stages (model_parallel.py), on
         which the rest is equal.
         """
-        if self.rank >= self.layout.num_shards and not self.layout.is_expert_sharded:
+        if not self.reducer.reduces:
+            vector[:1].div_(self.layout.world_size)  # each rank has a gradient of its own
+        elif self.rank >= self.layout.num_shards and not self.layout.is_expert_sharded:
             vector[:1].zero_()  # `vector[0] = 0.0` would copy from the host, and wait for the device
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
         zcomm.all_reduce(reduced, self.group, label="gradient statistics")
@@ -303,6 +340,13 @@ class PartitionState:
         self.pipeline_stages.all_reduce(reduced[:num_of_model])
         if reduced is not vector:
             vector.copy_(reduced)
+
+    def own_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's own gradients by bucket, whole, while gradients are not reduced, or on one rank."""
+        is_alone = self.reducer.reduces and self.is_alone
+        found = [each.kept if is_alone else each.unreduced_whole for each in self.reducer.gradients]
+        assert all(each is not None for each in found), "call finish_gradients first"
+        return [each for each in found if each is not None]
 
     def agree_on_unused(self) -> Unused:
         """Return the parameters for which ranks have no gradient.  A collective.

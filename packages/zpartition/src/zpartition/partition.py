@@ -41,12 +41,14 @@ from zpartition.layout.ranks import Ranks
 from zpartition.offload.manager import OffloadManager
 from zpartition.offload.offload_states import OffloadedStates, offload_all
 from zpartition.ownership import acquire_ownership, one_device, release_ownership
+from zpartition.selective.updates import SelectiveUpdates
 from zpartition.state import optimizer_state as state
 from zpartition.state import shape_aware as shapes
 from zpartition.state.unused import have_own_counts, partial_update, preserve_unused
 from zpartition.unfreeze import UnfreezeSync
 from zpartition.weight_shards import refine_masters, saved_shards, shards_to_fill
 from zpartition.weights.hooks import UnshardHooks
+from zpartition.weights.rounding import Rounding, check_roundable, round_storages
 from zpartition.weights.sharded import ShardedStorage, fill_storages, make_storage
 from zpartition.weights.storage import ReplicatedTensors
 from zpartition.weights.unshard import Unsharder
@@ -62,6 +64,7 @@ class Partition(PartitionState):
         factory=lambda: UnfreezeSync(None)
     )  # agreement of ranks on unfrozen parameters
     offloaded: OffloadedStates | None = None  # states that offload_states has moved
+    rounding: tuple[Rounding, frozenset[str]] | None = None  # arguments of `round_by`
     speculation: tuple[Any, Callable[[], torch.Tensor | None]] | None = None  # arguments of `speculate`
 
     @classmethod
@@ -138,6 +141,9 @@ class Partition(PartitionState):
         self.optimizer = optimizer
         self.offload_manager.hook(optimizer, self.storages)
         self.speculate(optimizer, lambda: getattr(optimizer, "grad_scale", None))
+        self.updates.close()
+        if self.policy.offload.selective.is_on:
+            self.updates = SelectiveUpdates(self, optimizer, self.offload_manager.mover, _usable_cores())
 
     def speculate(self, scaled: Any, expected_divisor: Callable[[], torch.Tensor | None]) -> None:
         """Enable speculative steps, if the policy has them.
@@ -224,6 +230,16 @@ class Partition(PartitionState):
             self.unsharder.reset()
             raise
 
+    @contextmanager
+    def derivatives(self) -> Iterator[None]:
+        """Call `torch.autograd.grad` inside, on the graph of a micro-step before its backward; nothing is reduced.
+
+        Units are gathered as in a backward; all ranks call it alike.  With `create_graph=True` the graph holds a copy
+        of each gathered weight until it is dropped.
+        """
+        with self.reducer.clock.paused(), self.unsharder.derivatives():
+            yield
+
     def finish_gradients(self, *, any_late: bool | None = None) -> list[torch.Tensor]:
         """Set `.grad` on every master and return the mean gradients that this rank counts, flat, by bucket.
 
@@ -241,6 +257,8 @@ class Partition(PartitionState):
         for storage, gradient in zip(self.storages, kept):
             master = storage.master
             master.grad = gradient if gradient.dtype is master.dtype else gradient.to(master.dtype)
+        if not self.reducer.reduces:
+            return self.own_gradients()
         return [gradient for storage, gradient in zip(self.storages, kept) if self.is_counted(storage.bucket)]
 
     def apply(self, step: Callable[[], object], *, any_unused: bool = False) -> None:
@@ -260,13 +278,19 @@ class Partition(PartitionState):
         # 2. Agree on unused parameters, which keep weights and states.
         found = self.agree_on_unused() if any_unused else Unused()
         self.reducer.expect_missing(found.by_some)
-        unused = found.by_all
+        unused = self.unused = found.by_all
         if self.updates_parameters and self.optimizer is not None:
             sparse = state.sparse_params(self.optimizer)
             for gradient in self.reducer.gradients:
                 gradient.attach_grads(unused, sparse)
-        # 3. Update the buckets group by group, except those that a speculative step has updated; publish each.
+        # 3. Update the masters, and publish them.
         self.unsharder.release_all()
+        self.updates.apply(functools.partial(self._update_all, step, unused))
+        # 4. Gather what all ranks have published.
+        self._gather_published()
+
+    def _update_all(self, step: Callable[[], object], unused: frozenset[str]) -> None:
+        """Update the buckets group by group, except those that a speculative step has updated; publish each."""
         stepped = self.speculative_step.confirm(is_plain=not unused)
         with self.offload_manager.update(self.storages, self.optimizer, stepped) as groups:
             for group in groups:
@@ -275,8 +299,6 @@ class Partition(PartitionState):
                         step()
                 for index in group:
                     self.storages[index].publish()
-        # 4. Gather what all ranks have published.
-        self._gather_published()
 
     def publish(self) -> None:
         """Show the masters' values in the module's parameters, and broadcast rank 0's buffers.
@@ -287,7 +309,29 @@ class Partition(PartitionState):
         self.unsharder.release_all()
         for storage in (*self.frozen, *self.storages):
             storage.publish()
+        self.updates.published()
         self._gather_published()
+        self.round_weights()
+
+    def round_by(self, rounding: Rounding, names: Collection[str]) -> None:
+        """Round weights with `rounding` from now on: after each `publish`, and when `round_weights` is called.
+
+        Modules then see rounded weights, and the masters keep theirs; see rounding.py.
+
+        rounding: called with the name and the whole weight, to change in place; the same result on every rank.
+        names: weights to round.
+
+        Raises:
+            ValueError: a weight has no master of its own.
+        """
+        check_roundable(self.storages, names)
+        self.rounding = rounding, frozenset(names)
+
+    def round_weights(self) -> None:
+        """Round the published weights by `round_by`; call it after `apply`, on every rank."""
+        if self.rounding is not None:
+            self.check_resident()
+            round_storages(self.storages, self.unsharder, *self.rounding)
 
     def _gather_published(self) -> None:
         """Gather published weights that are not sharded, or that a running call holds."""
@@ -313,6 +357,23 @@ class Partition(PartitionState):
         self.zero_grad()
         self.policy = attrs.evolve(self.policy, averaging=averaging)
         self.reducer.average(averaging)
+
+    def reduce_gradients(self, reduces: bool) -> None:
+        """Reduce gradients from the next step on, or keep each rank's own ones; the same on all ranks.
+
+        Without reduction `finish_gradients` returns whole local gradients, `.grad` of masters and parameters shows
+        them, and `sum_over_shards` averages sums of squares over ranks.  Stages 0 and 1.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+            ValueError: the policy shards gradients, offloads states, or sends sparse rows.
+        """
+        if reduces == self.reducer.reduces:
+            return
+        if any(gradient.seen for gradient in self.reducer.gradients):
+            raise RuntimeError("gradients of this step exist: change their reduction after step() or zero_grad()")
+        check_local_gradients(self.policy, self.layout)
+        self.reducer.reduce_gradients(reduces)
 
     def zero_grad(self) -> None:
         """End a step: drop all gradients, also of frozen and unpartitioned parameters."""
@@ -346,6 +407,7 @@ class Partition(PartitionState):
             *(
                 self.reload_states,
                 self.drop_offloaded,
+                self.updates.close,
                 self.speculative_step.close,
                 self.reducer.close,
                 self.unshard_hooks.close,
@@ -362,6 +424,11 @@ class Partition(PartitionState):
         finally:
             self.storages, self.frozen, self.holders, self.params = (), (), (), {}
             self.watch, self.outside = UNWATCHED, NOTHING_OUTSIDE
+
+    def gradient_errors(self) -> Iterator[zcomm.ErrorFeedback]:
+        """Yield the errors of quantized gradients that the next messages make up for; empty without feedback."""
+        for reduction in self.reducer.reductions.values():
+            yield from reduction.errors.values()
 
     # -- offloaded states --------------------------------------------------------------------------
 
@@ -390,6 +457,7 @@ class Partition(PartitionState):
         ):
             raise ValueError("offload_states() in the middle of a step would lose gradients; call it between steps")
         tier = Tier.DISK if directory else Tier.HOST
+        self.updates.settle()
         self.offloaded = offload_all(self, kinds, Offload(states=tier, directory=directory, pin=pin))
         self.unsharder.offloaded = kinds
 
@@ -432,7 +500,7 @@ class Partition(PartitionState):
 
     def ledger(self) -> dict[str, int]:
         """Return the bytes on this rank by owner; owners off the module's device are named with their place."""
-        return count_bytes(self, self.offload_manager.held_bytes())
+        return count_bytes(self, self.offload_manager.held_bytes()) | dict(self.held_beside())
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -462,6 +530,24 @@ class Partition(PartitionState):
             return partial_update(self.optimizer, holders, names)
         return preserve_unused(
             self.optimizer, [(h, p) for h in holders if names for p in h.pieces if p.slot.name in names]
+        )
+
+
+def check_local_gradients(policy: ZeroPolicy, layout: Layout) -> None:
+    """Raise ValueError unless every rank can keep its own whole gradients, and every rank owns one span or all."""
+    reasons = {
+        f"ZeRO stage {policy.stage} shards gradients": policy.stage > 1,
+        "optimizer states are offloaded": policy.offload.moves_states,
+        "gradients are sparse": any(bucket.is_sparse for bucket in layout.buckets),
+        "experts are sharded": layout.is_expert_sharded,
+        f"{layout.num_shards} of {layout.world_size} ranks share a copy": 1 < layout.num_shards < layout.world_size,
+        "gradients are quantized": bool(policy.gradient_bits),
+    }
+    found = [reason for reason, is_true in reasons.items() if is_true]
+    if found:
+        raise ValueError(
+            f"local gradients are not possible, because {' and '.join(found)}. Use ZeRO stage 0 or 1, dense "
+            "gradients, and nothing that offloads or shards besides."
         )
 
 

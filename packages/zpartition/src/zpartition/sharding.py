@@ -42,6 +42,16 @@ def shard(
         ValueError: the module is partitioned already; the optimizer holds parameters of another model, or needs whole
             tensors and the policy cuts them; parameters are on several devices; `group` has ranks with other parts
             of a tensor-parallel module; experts are sharded over ranks that are not consecutive in it.
+
+    >>> import torch, zpartition
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> partition = zpartition.shard(model, optimizer, policy=zpartition.ZeroPolicy(stage=2))
+    >>> with partition.micro_step(is_last=True):
+    ...     model(torch.ones(1, 4)).sum().backward()
+    >>> _ = partition.finish_gradients()
+    >>> partition.apply(optimizer.step)
+    >>> partition.zero_grad()
     """
     policy = policy or ZeroPolicy()
     reclaim_weights(module)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.experts import distribute, find_experts
+from zpartition.experts import distribute, find_experts, whole_hf_experts
 from zpartition.experts.huggingface import shard_hf_experts
 from zpartition.layout.hf_experts import is_hf_experts
 from zpartition.layout.model_parallel import ALONE
@@ -54,6 +54,24 @@ def test_a_stack_is_recognized_by_signature_and_shapes() -> None:
     odd.down_proj = nn.Parameter(torch.zeros(3, 2, 2))
     assert not is_hf_experts(odd)
     assert list(find_experts(Sparse())) == ["experts"]
+
+
+def _whole() -> tuple[bool, bool, bool]:
+    torch.manual_seed(0)
+    whole = Sparse()
+    torch.manual_seed(0)
+    split = Sparse()
+    distribute(split, None)
+    found = whole_hf_experts(split.experts)
+    assert found is not None
+    equal = all(torch.equal(a, b) for a, b in zip(found.parameters(), whole.experts.parameters(), strict=True))
+    x, chosen = torch.randn(3, HIDDEN), torch.tensor([[0], [3], [1]])
+    same = torch.equal(found(x, chosen, torch.ones(3, 1)), whole.experts(x, chosen, torch.ones(3, 1)))
+    return type(found) is Stack, equal, same and whole_hf_experts(whole.experts) is None
+
+
+def test_a_copy_with_the_experts_of_all_ranks_is_of_the_original_class() -> None:
+    assert run_ranks(_whole, 2) == [(True, True, True)] * 2
 
 
 def _split(world_size: int) -> tuple[list[float], float, str]:

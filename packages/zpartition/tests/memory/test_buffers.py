@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import zcomm
@@ -95,3 +96,25 @@ def test_free_buffers_of_other_sizes_stay_within_the_limit() -> None:
     assert pool.obtain(2, torch.float32) is not large
     assert (pool.num_made, pool.total_bytes) == (3, 76)
     assert pool.obtain(16, torch.float32) is large
+
+
+def test_trimming_drops_the_oldest_free_buffers_beyond_the_limit() -> None:
+    pool = BufferPool(torch.device("cpu"), limit_bytes=5 * 2**25)
+    held, *free = (pool.obtain(2**25, torch.uint8) for _ in range(7))
+    for each in free:
+        pool.release(each)
+    pool.trim()
+    assert pool.free[0] is free[2]
+    assert (len(pool.free), pool.num_made, pool.total_bytes) == (4, 5, 5 * 2**25)
+    pool.limit_bytes = 0
+    pool.trim()
+    assert pool.total_bytes == 2**26  # which a CPU may keep warm
+    assert pool.obtain(2**25, torch.uint8).data_ptr() != held.data_ptr()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_keeps_no_free_buffer_warm() -> None:
+    pool = BufferPool(torch.device("cuda"))
+    pool.release(pool.obtain(100, torch.float32))
+    pool.trim()
+    assert (pool.free, pool.num_made, pool.total_bytes) == ([], 0, 0)

@@ -194,6 +194,15 @@ class Init(AbstractContextManager["Init"]):
     Weights equal those of a plain build with the same seed.  Nothing outlives the block.  Random numbers are drawn at
     materialization: a second model that is built before the first is materialized draws the same numbers, and `Init`
     warns; in one block, or in nested ones, its numbers follow those of the first.
+
+    >>> import torch, zpartition
+    >>> with zpartition.Init():
+    ...     model = torch.nn.Linear(4, 2)
+    >>> zpartition.is_deferred(model)
+    True
+    >>> partition = zpartition.shard(model, policy=zpartition.ZeroPolicy(stage=3))
+    >>> zpartition.is_deferred(model)
+    False
     """
 
     def __init__(

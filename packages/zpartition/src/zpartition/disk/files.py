@@ -3,6 +3,8 @@
 Short writes are resumed; in direct mode from the last whole block.  In direct mode unaligned memory goes through a
 bounce buffer, and the end of a file is written in whole blocks (slots of a region are padded, so the room is there).
 A file is never used in both modes: the page cache and the drive could disagree.
+
+Rejected: one direct writer with zckpt, which writes a stream of unaligned bytes once (its local_files.py says more).
 """
 
 from __future__ import annotations

@@ -28,13 +28,15 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.core import PartitionState
+from zpartition.estimate.compression import compression_bytes, gradient_buffer_bytes
 from zpartition.estimate.state_sizes import StateSizes
 from zpartition.gradients.reduce import GRADIENT_BLOCK
-from zpartition.gradients.reducer import IN_FLIGHT_LIMIT, buffer_bytes
+from zpartition.gradients.reducer import IN_FLIGHT_LIMIT
 from zpartition.layout.layout import Bucket, Layout
 from zpartition.layout.plan_layouts import plan_layouts
 from zpartition.layout.policy import Offload, Speculation, Tier, ZeroPolicy, step_groups
 from zpartition.layout.residence import unit_numels
+from zpartition.layout.selective import most_selected
 from zpartition.memory.mover import IN_FLIGHT, NUM_STAGES
 from zpartition.memory.placement import HostParams, ParamPlacement
 from zpartition.ownership import named_groups
@@ -60,8 +62,15 @@ class MemoryPlan:
     gathered_units: int  # stage 3: gathered weights, maximum
     secondary_shards: int  # stage 3: sources of gathers other than the shards: quantized codes, secondary shards
     padding: int  # part of the above that no parameter uses
+    gradient_errors: int = 0  # error feedback of quantized gradients
+    compression: Mapping[str, int] = attrs.field(factory=dict)  # of 1-bit optimizers, by owner (compression.py)
+    outer: Mapping[str, int] = attrs.field(factory=dict)  # of rounds of local steps, by owner (rounds/estimate.py)
     staging: int = 0  # offload on CUDA: copies on their way to or from the host, maximum
+    columns: int = 0  # selective updates: masters, moments and positions of columns, maximum
     elsewhere: Mapping[str, int] = attrs.field(factory=dict)  # "host states", "pinned masters", "disk states", ...
+    whole_parameters: int = 0  # weights that are whole between steps, and units if they were; no part of the total
+    whole_units: int = 0  # stage 3: all units, if they were gathered at once
+    largest_unit: int = 0  # the largest of them
 
     @property
     def model_states_bytes(self) -> int:
@@ -71,7 +80,13 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Maximum device memory of the partition on a rank."""
-        return self.model_states_bytes + self.buckets + self.gathered_units + self.secondary_shards + self.staging
+        return self.model_states_bytes + self.buckets + self.gathered_units + self.secondary_shards + self.extra_bytes
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory of what few policies have."""
+        few = sum(self.outer.values()) + sum(self.compression.values())
+        return self.gradient_errors + self.staging + self.columns + few
 
     @property
     def host_bytes(self) -> int:
@@ -87,7 +102,14 @@ class MemoryPlan:
         """Bytes by owner, with the names of `Partition.ledger()`."""
         owners = ("parameters", "masters", "accumulators", "states", "buckets", "gathered_units", "secondary_shards")
         device = {owner.replace("_", " "): getattr(self, owner) for owner in owners}
-        return {**device, **({"staging": self.staging} if self.staging else {}), **self.elsewhere}
+        rare = {
+            "gradient errors": self.gradient_errors,
+            "staging": self.staging,
+            "columns": self.columns,
+            **self.compression,
+            **self.outer,
+        }
+        return {**device, **{owner: size for owner, size in rare.items() if size}, **self.elsewhere}
 
     def __str__(self) -> str:
         width = max(16, *(len(owner) + 2 for owner in self.ledger()))
@@ -115,14 +137,23 @@ def plan(
     num_backwards: backwards in a step (micro-steps times losses).  Where gradients are kept whole, a second one needs
         buffers.
     device: device type; with "cuda" host memory is pinned, unless the policy says otherwise.
+
+    >>> import torch, zpartition
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(1024, 1024)
+    >>> def adamw(params):
+    ...     return torch.optim.AdamW(params)
+    >>> def bytes_at(stage):
+    ...     policy = zpartition.ZeroPolicy(stage=stage)
+    ...     return zpartition.plan(model, policy=policy, world_size=8, optimizer=adamw).model_states_bytes
+    >>> bytes_at(3) < bytes_at(2) < bytes_at(0)
+    True
     """
-    params = [param for param in module.parameters() if param.requires_grad]
-    made = None if optimizer is None or not params else optimizer(params)
+    made = _sample_optimizer(module, optimizer)
     trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size, block_numel(made))
     kept, states = _separate_accumulators(trained, policy), StateSizes(policy, optimizer)
     sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
     buckets = (*trained.buckets, *frozen.buckets)
-
     tiers = _places(trained, policy)
     offloaded, on_device = ([b for b in tiers if (tiers[b] is Tier.DEVICE) == here] for here in (False, True))
     units = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]  # offloaded ones
@@ -131,20 +162,21 @@ def plan(
     def is_apart(bucket: Bucket) -> bool:
         return policy.master_for(bucket.dtype) != bucket.dtype or bucket in units
 
-    return MemoryPlan(
-        parameters=sum(_stored_numel(b) * b.dtype.itemsize for b in buckets if b not in units)
-        + _replicated_bytes(module, buckets),
+    found = MemoryPlan(
+        parameters=_resident_bytes(module, buckets, units),
         masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in on_device if is_apart(b)),
         accumulators=sum(
             b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if tiers[b] is Tier.DEVICE
         ),
         states=sum(sizes[b] for b in on_device),
-        buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
+        buckets=gradient_buffer_bytes(trained, policy, num_backwards, made) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(module, buckets, policy),
-        secondary_shards=sum(kept_bytes(b, policy.of(b), is_trained=True) for b in trained.buckets)
-        + sum(kept_bytes(b, policy.of(b), is_trained=False) for b in frozen.buckets),
+        secondary_shards=_kept_bytes(trained, policy, True) + _kept_bytes(frozen, policy, False),
         padding=sum((_stored_numel(b) - _used_numel(b)) * b.dtype.itemsize for b in buckets),
+        gradient_errors=_error_bytes(trained, policy),
+        compression=compression_bytes(trained, made),
         staging=_staging_bytes(offloaded, spans_bytes, policy, num_backwards, device),
+        columns=_column_bytes(offloaded, policy).get("columns", 0),
         elsewhere={
             **_offloaded_bytes(offloaded, policy, sizes, device),
             **_rollback_bytes(offloaded, policy, sizes, _copies_gradients(optimizer)),
@@ -152,6 +184,15 @@ def plan(
             **_host_staging_bytes([*offloaded, *units], policy, device),
         },
     )
+    return _with_whole_sizes(found, module, buckets)
+
+
+def _sample_optimizer(
+    module: nn.Module, make: Callable[[list[Parameter]], torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer of the trainable parameters; None if there is none."""
+    params = [param for param in module.parameters() if param.requires_grad]
+    return None if make is None or not params else make(params)
 
 
 def count_bytes(partition: PartitionState, moved: Mapping[str, int]) -> dict[str, int]:
@@ -179,8 +220,11 @@ def count_bytes(partition: PartitionState, moved: Mapping[str, int]) -> dict[str
         for key, value in entry.items():
             if is_large(key, value):
                 found[_named("states", tiers.get(id(tensor), Tier.DEVICE), value)] += value.nbytes
+    for reduction in partition.reducer.reductions.values():
+        found["gradient errors"] += sum(errors.num_bytes for errors in reduction.errors.values())
     found.update(moved)
     found["host rollback"] = partition.speculative_step.num_bytes
+    found.update(partition.updates.ledger())
     persistent = sum(storage.persistent_bytes for storage in (*partition.storages, *partition.frozen))
     device = {
         "parameters": whole + persistent,
@@ -210,7 +254,12 @@ def _offloaded_bytes(
     accumulators = sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in offloaded)
     found = {f"{host} accumulators": accumulators}
     if policy.offload.states is Tier.HOST:
-        return {f"{host} masters": sum(masters), **found, "host states": sum(states)}
+        columns = {
+            owner.replace("pinned", host): size
+            for owner, size in _column_bytes(offloaded, policy).items()
+            if owner != "columns"
+        }
+        return {f"{host} masters": sum(masters), **found, "host states": sum(states), **columns}
     on_disk = {"disk masters": 2 * sum(masters), "disk states": 2 * sum(states)}  # two slots each
     together = _max_buckets_in_memory([b.span_numel for b in offloaded], policy.offload)
     return {
@@ -229,6 +278,23 @@ def _rollback_bytes(
     kept = sum(b.span_numel * policy.master_for(b.dtype).itemsize + state_bytes[b] for b in offloaded)
     scratch = max(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in offloaded)
     return {"host rollback": kept + (scratch if copies else 0)}
+
+
+def _column_bytes(offloaded: list[Bucket], policy: ZeroPolicy) -> dict[str, int]:
+    """Bytes of selective updates on the rank with most: columns on the device and on the host, pending gradients."""
+    selective = policy.offload.selective
+    if not selective.is_on:
+        return {}
+    columns = moments = pending = 0
+    for bucket in offloaded:
+        itemsize = policy.master_for(bucket.dtype).itemsize
+        most = max(most_selected(bucket.pieces(rank), selective.topk_ratio) for rank in range(bucket.num_shards))
+        columns += most * (itemsize + torch.int64.itemsize)
+        moments += most * 2 * itemsize
+        pending += bucket.span_numel * itemsize * (1 + selective.overlap)
+    if selective.has_host_moments:
+        return {"columns": columns, "host columns": moments, "pinned pending gradients": pending}
+    return {"columns": columns + moments, "pinned pending gradients": pending}
 
 
 def _copies_gradients(make: Callable[[list[Parameter]], torch.optim.Optimizer] | None) -> bool:
@@ -314,6 +380,31 @@ def _gathered_bytes(module: nn.Module, buckets: Iterable[Bucket], policy: ZeroPo
     return most_gathered_bytes(unit_numels(module, gathered), gathered, policy)
 
 
+def _resident_bytes(module: nn.Module, buckets: tuple[Bucket, ...], offloaded: list[Bucket]) -> int:
+    """Return the bytes of weights on the device between steps."""
+    stored = sum(_stored_numel(b) * b.dtype.itemsize for b in buckets if b not in offloaded)
+    return stored + _replicated_bytes(module, buckets)
+
+
+def _with_whole_sizes(memory: MemoryPlan, module: nn.Module, buckets: tuple[Bucket, ...]) -> MemoryPlan:
+    """Return the plan with the bytes of weights when they are whole."""
+    sizes: collections.Counter[str | None] = collections.Counter()
+    for bucket in buckets:
+        sizes[bucket.unit] += bucket.numel * bucket.dtype.itemsize
+    units = [size for unit, size in sizes.items() if unit is not None]
+    return attrs.evolve(
+        memory,
+        whole_parameters=sum(sizes.values()) + _replicated_bytes(module, buckets),
+        whole_units=sum(units),
+        largest_unit=max(units, default=0),
+    )
+
+
+def _kept_bytes(layout: Layout, policy: ZeroPolicy, is_trained: bool) -> int:
+    """Bytes of secondary copies of a layout's weights."""
+    return sum(kept_bytes(bucket, policy.of(bucket), is_trained=is_trained) for bucket in layout.buckets)
+
+
 def _message_bytes(layout: Layout, policy: ZeroPolicy) -> int:
     """Quantized gradients: send and receive buffers of each bucket in flight, and two float32 spans for sums."""
     if not policy.gradient_bits or layout.num_shards == 1:
@@ -321,6 +412,19 @@ def _message_bytes(layout: Layout, policy: ZeroPolicy) -> int:
     code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
     sizes = (2 * b.num_shards * code.num_bytes(b.span_numel) + 8 * b.span_numel for b in layout.buckets)
     return IN_FLIGHT_LIMIT * max(sizes, default=0)
+
+
+def _error_bytes(layout: Layout, policy: ZeroPolicy) -> int:
+    """Error feedback of quantized gradients: the errors of each message that a rank sends in a reduction."""
+    if policy.gradient_error_beta == 1 or layout.num_shards == 1:
+        return 0
+    total, stored = 0, zcomm.ErrorFeedback.stored_bytes
+    for bucket in layout.buckets:
+        size = policy.of(bucket).gradient_hop_size
+        first = size if 1 < size < bucket.num_shards else bucket.num_shards  # ranks of the first hop
+        total += (first - 1) * stored(bucket.numel // first)
+        total += (bucket.num_shards // first - 1) * stored(bucket.span_numel)
+    return total
 
 
 def _replicated_bytes(module: nn.Module, buckets: tuple[Bucket, ...]) -> int:

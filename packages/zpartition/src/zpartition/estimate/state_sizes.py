@@ -106,11 +106,15 @@ class StateSizes:
         return self._samples[shape, dtype]
 
     def _stepped(self, *shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Run one step on a sample parameter and return its state tensors."""
+        """Run one step on a sample parameter and return its state tensors.
+
+        An optimizer with a compressed stage shows there what it keeps at most.
+        """
         assert self.make is not None
         sample = Parameter(torch.zeros(shape, dtype=dtype))
         sample.grad = torch.ones_like(sample)
         optimizer = self.make([sample])
         optimizer.step()
+        getattr(optimizer, "begin_compression", list)()
         kept: list[Any] = [value for value in optimizer.state[sample].values() if isinstance(value, torch.Tensor)]
         return [value for value in kept if value.dim()]

@@ -82,7 +82,14 @@ def plan_traffic(
     optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
     num_backwards: int = 1,
 ) -> TrafficPlan:
-    """Plan the traffic of a step over `world_size` ranks; the arguments are those of `plan`."""
+    """Plan the traffic of a step over `world_size` ranks; the arguments are those of `plan`.
+
+    >>> import torch, zpartition
+    >>> model = torch.nn.Linear(1024, 1024)
+    >>> traffic = zpartition.plan_traffic(model, policy=zpartition.ZeroPolicy(stage=2), world_size=8)
+    >>> [flow.what for flow in traffic.flows], round(traffic.share, 3)
+    (['gradients, reduce-scatter', 'updated weights, all-gather'], 1.0)
+    """
     params = [param for param in module.parameters() if param.requires_grad]
     made = None if optimizer is None or not params else optimizer(params)
     trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size, block_numel(made))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zpartition._renamed import renamed
 from zpartition.experts.distribute import active_fractions, distribute, divisible_experts, expert_degree, find_experts
 from zpartition.experts.gates import Routing, capacity_of, top1, top2, topk
-from zpartition.experts.huggingface import num_experts_of
+from zpartition.experts.huggingface import num_experts_of, whole_hf_experts
 from zpartition.experts.layer import MoE
 from zpartition.experts.mlp import ExpertMLP
 from zpartition.experts.router import Router, RoutingRule, balance, balanced_routers
@@ -31,6 +31,7 @@ __all__ = [
     "top1",
     "top2",
     "topk",
+    "whole_hf_experts",
 ]
 
 RENAMED = {

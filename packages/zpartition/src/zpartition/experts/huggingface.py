@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zcomm
 from zpartition.experts.dispatch import TokenDispatch
 from zpartition.experts.row_padding import RowPadding
 from zpartition.experts.stacked import check_divisible, connect_to_graph, mark_experts
@@ -26,7 +27,7 @@ from zpartition.layout.hf_experts import ShardedHFExperts, choice_of
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.tensors.whole import part_of
 
-__all__ = ["num_experts_of", "shard_hf_experts"]
+__all__ = ["num_experts_of", "shard_hf_experts", "whole_hf_experts"]
 
 _made_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -62,6 +63,28 @@ def shard_hf_experts(module: nn.Module, expert_group: ModelParallelGroup) -> Non
     module.__class__ = _made_classes[kind]
     numbers.num_global_experts, numbers.num_experts = numbers.num_experts, share
     numbers.expert_group, numbers.expert_addresses, numbers.choice = expert_group, found, choice_of(kind)
+
+
+def whole_hf_experts(module: nn.Module) -> nn.Module | None:
+    """Return a copy of a sharded stack, of its original class, with the experts of all ranks.  Collective.
+
+    It has memory of its own for the experts; buffers are shared.  None for other modules.
+    """
+    if not isinstance(module, _ShardedHFExperts):
+        return None
+    kind: type[nn.Module] = type(module).__bases__[1]
+    made = kind.__new__(kind)
+    own = ("num_global_experts", "expert_group", "expert_addresses", "choice", "_parameters")
+    made.__dict__.update({name: value for name, value in vars(module).items() if name not in own})
+    made.__dict__["_parameters"] = {}
+    group = module.expert_group
+    for name, param in module.named_parameters():
+        whole = param.new_empty(group.size * param.numel())
+        zcomm.all_gather(whole, param.detach().contiguous().view(-1), group.group, label=name)
+        shape = (group.size * param.shape[0], *param.shape[1:])
+        made.register_parameter(name, nn.Parameter(whole.view(shape), requires_grad=False))
+    made.__dict__["num_experts"] = module.num_global_experts
+    return made
 
 
 class _ShardedHFExperts(ShardedHFExperts):

@@ -67,6 +67,7 @@ class BucketGradient:
     phase: BucketPhase = BucketPhase.IDLE
     local: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
     kept: torch.Tensor | None = None  # reduced sum so far, accumulate dtype; None: nothing reduced yet
+    unreduced_whole: torch.Tensor | None = None  # this rank's own whole gradient, if it is not reduced
     borrowed: torch.Tensor | None = None  # the pool buffer that `kept` is, to be released; None: it is `store`
     store: torch.Tensor | None = None  # this bucket's own accumulator, allocated on first use and reused
     rows: SparseRows | None = None  # of a sparse bucket, instead of `local`
@@ -174,6 +175,21 @@ class BucketGradient:
         self.filled.clear()
         self.phase = BucketPhase.REDUCED
         self.speculative_step.gradient_ready(self.bucket.index)
+
+    def keep_unreduced(self, local: torch.Tensor, span: tuple[int, int], dtype: torch.dtype) -> None:
+        """Add the sealed `local` to this rank's own gradient, of which `kept` shows the elements `span`."""
+        if self.unreduced_whole is not None:
+            self.unreduced_whole.add_(local)
+        elif local.dtype == dtype:
+            self.unreduced_whole, self.borrowed, self.local = local, self.local, None
+        else:
+            self.unreduced_whole = local.to(dtype)
+        self.kept = self.unreduced_whole[slice(*span)]
+        if self.local is not None:
+            self.pool.release(self.local)
+            self.local = None
+        self.filled.clear()
+        self.phase = BucketPhase.REDUCED
 
     def _keep_on_host(self, mover: Mover, received: torch.Tensor, factor: float, dtype: torch.dtype) -> None:
         store = self.accumulator(received.numel(), dtype)
@@ -336,7 +352,7 @@ class BucketGradient:
         for buffer in (self.local, self.borrowed):
             if buffer is not None:
                 self.pool.release(buffer)
-        self.local = self.borrowed = self.kept = None
+        self.local = self.borrowed = self.kept = self.unreduced_whole = None
         if self.rows is not None:
             self.rows.clear()
         for slots in (self.filled, self.seen, self.late, self.awaiting):

@@ -7,6 +7,8 @@ collectives, too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol, final
 
 import attrs
@@ -26,11 +28,20 @@ GRADIENT_BLOCK = 128  # elements that share a scale: gradients of neighbours dif
 class GradientReduction(Protocol):
     """Sums flat buckets over ranks."""
 
+    @property
+    def errors(self) -> Mapping[str, zcomm.ErrorFeedback]:
+        """Errors of quantized messages, by the label of their bucket."""
+
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
         """Start to sum `sent`, (bucket numel,), which may be overwritten.
 
+        label: of the bucket, the same in each step.
+
         Returns a handle and the tensor that is valid after its `wait`: the whole sum, or its elements `span`.
         """
+
+
+_NO_ERRORS: Mapping[str, zcomm.ErrorFeedback] = MappingProxyType({})
 
 
 @final
@@ -39,6 +50,7 @@ class AllReduce:
     """Every rank gets the whole sum."""
 
     group: ProcessGroup | None
+    errors = _NO_ERRORS
 
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
         return zcomm.all_reduce(sent, self.group, async_op=True, label=label), sent
@@ -50,6 +62,7 @@ class ReduceScatter:
     """Every rank gets its span, in place."""
 
     group: ProcessGroup | None
+    errors = _NO_ERRORS
 
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
         received = sent[slice(*span)]
@@ -67,11 +80,23 @@ class QuantizedReduceScatter:
     group: ProcessGroup | None
     hops: tuple[ProcessGroup | None, ProcessGroup | None] | None  # inside runs of neighbours, and between them
     code: zcomm.BlockCode
+    beta: float = 1.0  # of error feedback; 1: none
+    reset_every: int = 1024  # reductions
+    errors: dict[str, zcomm.ErrorFeedback] = attrs.field(factory=dict)
 
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
         received = sent[slice(*span)]
+        if self.beta < 1 and label not in self.errors:
+            self.errors[label] = zcomm.ErrorFeedback(beta=self.beta, reset_every=self.reset_every)
         handle = zcomm.reduce_scatter_quantized(
-            received, sent, self.group, groups=self.hops, code=self.code, async_op=True, label=label
+            received,
+            sent,
+            self.group,
+            groups=self.hops,
+            code=self.code,
+            feedback=self.errors.get(label),
+            async_op=True,
+            label=label,
         )
         return handle, received
 
@@ -83,6 +108,10 @@ class HybridReduce:
 
     within: ReduceScatter | QuantizedReduceScatter
     replicas: ProcessGroup | None
+
+    @property
+    def errors(self) -> Mapping[str, zcomm.ErrorFeedback]:
+        return self.within.errors
 
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
         handle, received = self.within.reduce(sent, span, label)
@@ -105,12 +134,13 @@ def _quantized(ranks: Ranks, policy: ZeroPolicy) -> QuantizedReduceScatter:
     """Return the quantized reduction: one hop, or two if the policy has a smaller run of neighbours."""
     code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
     size = policy.gradient_hop_size
+    feedback = policy.gradient_error_beta, policy.gradient_error_reset
     if not 1 < size < ranks.num_shards:
-        return QuantizedReduceScatter(ranks.shard, None, code)
+        return QuantizedReduceScatter(ranks.shard, None, code, *feedback)
     hops = (zcomm.consecutive_group(size, ranks.shard), zcomm.strided_group(size, ranks.shard))
     for group in hops:  # the first collective of a group waits for all its ranks; do it before orders may differ
         zcomm.barrier(group, label="hops")
-    return QuantizedReduceScatter(ranks.shard, hops, code)
+    return QuantizedReduceScatter(ranks.shard, hops, code, *feedback)
 
 
 @attrs.frozen

@@ -81,6 +81,13 @@ class Timing(enum.Enum):
         return self in (Timing.HELD, Timing.POSITIONS)
 
 
+class Reduction(enum.Enum):
+    """What becomes of the gradients of a bucket."""
+
+    OVER_RANKS = "over ranks"  # they are summed over ranks
+    LOCAL = "local"  # every rank keeps its own, whole, and nothing is sent; costs whole gradients until the step
+
+
 @attrs.frozen(eq=False)
 class _Flight:
     """A bucket in flight; its tensors must live until `wait` has returned."""
@@ -128,6 +135,7 @@ class GradientReducer:
     num_scaled: int = 0  # rounds of the running step whose gradients include a factor
     most_bytes: int = 0  # expected maximum of buffers at the end of a backward
     factors: tuple[Factors, ...] = ()  # by bucket
+    reduction: Reduction = Reduction.OVER_RANKS
     shared_numel: Mapping[torch.dtype, int] = attrs.field(factory=dict)  # of buffers that serve buckets in turn
     _order_basis: tuple[object, ...] = ()  # what `order` follows from, at the last `expect_missing`
     _next: int = 0  # place in `order` of the next bucket to send
@@ -238,8 +246,18 @@ class GradientReducer:
         """Turn sums over ranks into means by `averaging`; there are no gradients of a step yet."""
         self.policy = attrs.evolve(self.policy, averaging=averaging)
         self.factors = tuple(factors(self.policy, self.layout, bucket) for bucket in self.layout.buckets)
+        self.reduce_gradients(self.reduces)
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether gradients are summed over ranks."""
+        return self.reduction is Reduction.OVER_RANKS
+
+    def reduce_gradients(self, reduces: bool) -> None:
+        """Reduce gradients from now on, or keep them local; there are no gradients of a step yet."""
+        self.reduction = Reduction.OVER_RANKS if reduces else Reduction.LOCAL
         for gradient, factor in zip(self.gradients, self.factors):
-            gradient.factor = factor.on_arrival
+            gradient.factor = factor.on_arrival if reduces else 1.0
 
     def reset(self) -> None:
         """Receive messages in flight, then drop all gradients, so that the next of each parameter is a first one.
@@ -467,6 +485,10 @@ class GradientReducer:
         before = self.factors[gradient.bucket.index].before
         local = gradient.seal()
         self.non_finite_probe.inspect(gradient)
+        if not self.reduces:
+            span, dtype = gradient.bucket.span(self.ranks.rank), self.policy.accumulate_for(gradient.bucket.dtype)
+            gradient.keep_unreduced(local, span, dtype)
+            return
         sent = local if self.layout.world_size == 1 else local.to(wire)
         if before != 1.0:
             sent.mul_(before)

@@ -40,7 +40,7 @@ from zpartition.state.optimizer_state import Holder
 from zpartition.state.shape_aware import accepts_cuts
 from zpartition.state.unused import partial_update
 
-__all__ = ["NO_SPECULATION", "SpeculativeStep", "SteppedBucket", "start_speculation"]
+__all__ = ["NO_SPECULATION", "SpeculativeStep", "SteppedBucket", "limit_threads", "start_speculation"]
 
 
 class ReducedGradient(Protocol):
@@ -161,11 +161,11 @@ def start_speculation(
         return NO_SPECULATION
     made = SpeculativeThread(buckets, optimizer, scaled, expected_divisor, mover)
     if num_cores:
-        _limit_threads(made.thread, num_cores)
+        limit_threads(made.thread, num_cores)
     for index, bucket in enumerate(buckets):
         bucket.gradient.speculative_step = made
         if isinstance(bucket.placement, HostPlacement):
-            bucket.placement.rollback = functools.partial(made.rollback, index)
+            bucket.placement.before_access = functools.partial(made.rollback, index)
     rollback_all = weakref.WeakMethod(made.rollback_all)  # the optimizer may outlive the partition
     made.hooks.append(optimizer.register_state_dict_pre_hook(lambda _: _call(rollback_all)))
     made.hooks.append(optimizer.register_load_state_dict_pre_hook(lambda *_: _call(rollback_all)))
@@ -316,7 +316,7 @@ class SpeculativeThread(SpeculativeStep):
         self.scratch = None
 
 
-def _limit_threads(thread: ThreadPoolExecutor, num_threads: int) -> None:
+def limit_threads(thread: ThreadPoolExecutor, num_threads: int) -> None:
     """Let torch and its kernels use `num_threads` threads in `thread`.
 
     torch.set_num_threads acts on the thread that calls it, unless that thread has not asked for its number before,

@@ -38,6 +38,7 @@ import torch
 from attrs.validators import and_, ge, gt, in_, instance_of, le, optional
 
 from zpartition.layout.layout import Bucket
+from zpartition.layout.selective import EVERY_ELEMENT, SelectivePolicy
 
 __all__ = [
     "MEAN",
@@ -108,6 +109,7 @@ class Offload:
     weight_buffer_numel: int = attrs.field(default=100_000_000, validator=ge(1))  # of each
     speculation: Speculation = Speculation.OFF
     core_share: float = attrs.field(default=0.0, validator=and_(ge(0.0), le(1.0)))  # see `num_cores`
+    selective: SelectivePolicy = EVERY_ELEMENT
 
     def __attrs_post_init__(self) -> None:
         if Tier.DISK in (self.states, self.weights) and not self.directory:
@@ -118,6 +120,23 @@ class Offload:
             raise ValueError(
                 f"Offload(speculation={self.speculation.name}, states={self.states.name}): only states on the host "
                 "can be updated during backward and rolled back. Use states=Tier.HOST, or Speculation.OFF."
+            )
+        if self.selective.is_on:
+            self._check_selective()
+
+    def _check_selective(self) -> None:
+        reasons = {
+            f"states={self.states.name}": self.states is not Tier.HOST,
+            f"ratio={self.ratio}": self.ratio < 1,
+            f"weights={self.weights.name}": self.weights is not Tier.DEVICE,
+            f"speculation={self.speculation.name}": self.speculation is not Speculation.OFF,
+        }
+        found = [reason for reason, is_true in reasons.items() if is_true]
+        if found:
+            raise ValueError(
+                f"Offload(selective=SelectivePolicy(...), {', '.join(found)}): selective updates keep columns of the "
+                "weights on the device and the whole of masters and states on the host. Use states=Tier.HOST, and "
+                "leave the others out."
             )
 
     @property
@@ -241,6 +260,11 @@ class ZeroPolicy:
     With P parameters, W ranks and fp32 accumulators, a rank holds after a step: at stage 0, P weights, P gradients, P
     states; at stages 1 and 2, P weights, P/W gradients, P/W states; at stage 3, P/W of each, and gathered units.  The
     fields from `unit_numel` on belong to stage 3.  With shard groups smaller than the world, W is their size.
+
+    >>> import zpartition
+    >>> policy = zpartition.ZeroPolicy(stage=3, offload=zpartition.Offload(states=zpartition.Tier.HOST))
+    >>> policy.stage
+    3
     """
 
     stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
@@ -259,6 +283,8 @@ class ZeroPolicy:
     shard_group_size: int = attrs.field(default=0, validator=ge(0))  # ranks that hold one copy; 0: all ranks
     gradient_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # on the wire; 0: as `reduce_dtype` says
     gradient_hop_size: int = attrs.field(default=0, validator=ge(0))  # ranks of the first hop; then between hops
+    gradient_error_beta: float = attrs.field(default=1.0, validator=and_(ge(0), le(1)))  # of error feedback; 1: off
+    gradient_error_reset: int = attrs.field(default=1024, validator=ge(1))  # reductions until errors are cleared
     ignore_unused: bool = True  # False: a parameter without gradient on every rank is an error
     unit_numel: int = attrs.field(default=0, validator=ge(0))  # of modules gathered together; 0: derived
     persist_numel: int = attrs.field(default=100_000, validator=ge(0))  # smaller parameters are not sharded
@@ -330,6 +356,11 @@ class ZeroPolicy:
                 f"ZeroPolicy(stage=0, gradient_bits={self.gradient_bits}): at stage 0 every rank keeps all "
                 "gradients, and quantized sums would differ between ranks. Use stage 1, 2 or 3, or leave "
                 "gradient_bits out."
+            )
+        if self.gradient_error_beta < 1 and not self.gradient_bits:
+            raise ValueError(
+                f"ZeroPolicy(gradient_error_beta={self.gradient_error_beta}) feeds back errors of quantized "
+                "gradients, and gradient_bits is 0. Set gradient_bits to 4 or 8, or leave gradient_error_beta out."
             )
         if self.averaging.operation == "sum" and (self.averaging.prescale or self.averaging.predivide != 1.0):
             raise ValueError("Averaging(operation='sum') does not divide; leave prescale and predivide out")

@@ -16,8 +16,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable
-from typing import Protocol, final
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, final
 
 import attrs
 import torch
@@ -108,27 +108,35 @@ class HostPlacement(DevicePlacement):
     """In separate CPU memory; torch keeps an optimizer's states beside the master."""
 
     mover: Mover
-    rollback: Callable[[], None] = lambda: None  # rolls back the speculative step (speculate.py)
+    before_access: Callable[[], None] = lambda: None  # rolls back a speculative step, or ends a selective one
     tier = Tier.HOST
 
     def adopt(self, master: Parameter) -> None:
         master.data = self.mover.empty(master.numel(), master.dtype)
 
     def refresh(self, master: Parameter, weights: Tensor) -> None:
-        self.rollback()
+        self.before_access()
         master.data.copy_(weights)
 
     def publish(self, master: Parameter, weights: Tensor) -> None:
-        self.rollback()
+        self.before_access()
         self.mover.send(weights, master.data)
 
     def values(self, master: Parameter) -> Tensor:
-        self.rollback()
+        self.before_access()
         return master.data
 
     def write(self, master: Parameter, start: int, part: Tensor) -> None:
-        self.rollback()
+        self.before_access()
         super().write(master, start, part)
+
+    def state(self, optimizer: torch.optim.Optimizer, master: Parameter) -> Mapping[str, Any]:
+        self.before_access()
+        return super().state(optimizer, master)
+
+    def set_state(self, optimizer: torch.optim.Optimizer, master: Parameter, state: dict[str, Any]) -> None:
+        self.before_access()
+        super().set_state(optimizer, master, state)
 
 
 class ParamPlacement(Protocol):

@@ -196,7 +196,14 @@ class _ParamAccess:
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor:
-    """Return the full weight as the optimizer sees it, in the master's dtype and in new memory.  A collective."""
+    """Return the full weight as the optimizer sees it, in the master's dtype and in new memory.  A collective.
+
+    >>> import torch, zpartition
+    >>> model = torch.nn.Linear(4, 2)
+    >>> partition = zpartition.shard(model, policy=zpartition.ZeroPolicy(stage=3))
+    >>> zpartition.safe_get_full_fp32_param(model.weight).shape
+    torch.Size([2, 4])
+    """
     place = _ParamAccess.of(param)
     return place.whole(place.local(place.master()))
 
@@ -206,6 +213,14 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
 
     Gradients that are not reduced yet (inside and after `no_sync`, after a plain `loss.backward()`) are summed over
     ranks for the result, in float32 or wider, and stay unreduced.
+
+    >>> import torch, zpartition
+    >>> model = torch.nn.Linear(4, 2)
+    >>> partition = zpartition.shard(model, policy=zpartition.ZeroPolicy(stage=2))
+    >>> with partition.micro_step(is_last=True):
+    ...     model(torch.ones(1, 4)).sum().backward()
+    >>> zpartition.safe_get_full_grad(model.bias)
+    tensor([1., 1.])
     """
     place = _ParamAccess.of(param)
     kept, unreduced = place.gradient(), place.unreduced_mean()
@@ -264,7 +279,15 @@ def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor:
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
-    """Set the weight from a full `value`, equal on all ranks."""
+    """Set the weight from a full `value`, equal on all ranks.
+
+    >>> import torch, zpartition
+    >>> model = torch.nn.Linear(4, 2)
+    >>> partition = zpartition.shard(model, policy=zpartition.ZeroPolicy(stage=3))
+    >>> zpartition.safe_set_full_fp32_param(model.bias, torch.tensor([1.0, 2.0]))
+    >>> zpartition.safe_get_full_fp32_param(model.bias)
+    tensor([1., 2.])
+    """
     place = _ParamAccess.of(param)
     place.write_master(place.part_of(value))
 

@@ -53,6 +53,14 @@ def gathered(
 
     For a module that was built inside `Init` and is not partitioned yet, see materialize.py.  Raises ValueError on
     every rank, with weights unchanged, for edits that differ between ranks.
+
+    >>> import torch, zpartition
+    >>> model = torch.nn.Linear(4, 2)
+    >>> partition = zpartition.shard(model, policy=zpartition.ZeroPolicy(stage=3))
+    >>> with zpartition.gathered(model, modifier_rank=0):
+    ...     _ = model.weight.data.zero_()
+    >>> bool(zpartition.safe_get_full_fp32_param(model.weight).any())
+    False
     """
     params = _parameters(what)
     partitions = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
@@ -64,6 +72,8 @@ def gathered(
         for partition, block in opened:
             partition.check_weights_resident() if modifier_rank is None else partition.check_resident()
             partition.unshard_hooks.drop_finished()
+            if modifier_rank is not None:
+                partition.updates.finish()  # edits are what differs from the masters
             stack.enter_context(partition.unsharder.keep_unsharded(block.units))
             if modifier_rank is not None:
                 _adopt_pending(partition, block)

@@ -67,6 +67,12 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the unsplit model, in new memory on each tensor and expert rank.  A collective.
 
     At ZeRO stage 3 it gathers, as `model.state_dict()` does.
+
+    >>> import torch, zpartition
+    >>> model = torch.nn.Linear(4, 2)
+    >>> partition = zpartition.shard(model, policy=zpartition.ZeroPolicy(stage=3))
+    >>> {name: tuple(tensor.shape) for name, tensor in zpartition.whole_state_dict(model).items()}
+    {'weight': (2, 4), 'bias': (2,)}
     """
     full_tensors, params = FullTensors.of(model), dict(model.named_parameters(remove_duplicate=False))
     found = {}

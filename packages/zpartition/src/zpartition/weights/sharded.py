@@ -209,6 +209,14 @@ class ShardedStorage:
                 refresh_changed(self.placement, self.master, fresh, unchanged)
         self.param_placement.unload()
 
+    def adopt_rounded(self) -> None:
+        """Copy the UNSHARDED parameters, which were rounded, into this rank's span; the master stays."""
+        assert self.full is not None
+        self.own_span.copy_(self.full[self.span[0] : self.span[1]])
+        self.param_placement.write_back()
+        self.source.invalidate()
+        self.param_placement.unload()
+
     def is_edited(self, group: ProcessGroup | None) -> bool:
         """Return whether the UNSHARDED parameters differ in any bit from the exact shards.  A collective."""
         assert self.full is not None

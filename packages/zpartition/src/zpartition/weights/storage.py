@@ -37,7 +37,7 @@ __all__ = ["BucketStorage", "ReplicatedTensors", "piece_numel"]
 class BucketStorage:
     """Weights of one bucket on one rank.
 
-    Invariant: between `publish` and the next optimizer step, `flat[span] == master.to(flat.dtype)`.
+    Invariant: between `publish` and the next optimizer step, `flat[span] == master.to(flat.dtype)`, or `rounded`.
     """
 
     bucket: Bucket
@@ -46,6 +46,7 @@ class BucketStorage:
     flat: torch.Tensor  # (bucket.numel,) parameter dtype, all ranks' spans
     master: Parameter  # (span numel,) master dtype: a view of `flat`, or memory of its own
     placement: MasterPlacement = ON_DEVICE  # of master and states
+    rounded: torch.Tensor | None = None  # `own_span` after rounding, until `publish`; None: it is not rounded
     _slots_at: tuple[int, list[int]] = (0, [])  # an address of `flat`, and those of the slots then
 
     @classmethod
@@ -82,11 +83,13 @@ class BucketStorage:
     def adopt_edits(self) -> None:
         """Copy edited weights into the master; unchanged elements keep the precision of the master."""
         if not self.shares_master:
-            shown = self.placement.values(self.master).to(self.flat.dtype).to(self.flat.device)
+            values = self.placement.values(self.master) if self.rounded is None else self.rounded
+            shown = values.to(self.flat.dtype).to(self.flat.device)
             refresh_changed(self.placement, self.master, self.own_span, same_bits(self.own_span, shown))
 
     def publish(self) -> None:
         """Cast the master into this rank's span of the module's weights."""
+        self.rounded = None
         if self.placement is ON_DEVICE and self.master.data_ptr() == self._span_address:
             return
         self.placement.publish(self.master, self.own_span)

@@ -47,7 +47,7 @@ from torch import nn
 import zcomm
 from zpartition import _compat
 from zpartition.gradients.launch_order import LaunchClock, Level
-from zpartition.layout.policy import OffloadStateType, ZeroPolicy
+from zpartition.layout.policy import OffloadStateType, Tier, ZeroPolicy
 from zpartition.layout.ranks import Ranks
 from zpartition.layout.residence import NO_RESIDENCE, Residence, residence, unit_numels
 from zpartition.layout.units import encloses
@@ -91,6 +91,11 @@ class Unit:
     def is_exact(self) -> bool:
         """Return whether both modes give the same values."""
         return all(storage.is_exact for storage in self.storages)
+
+    @property
+    def is_resident(self) -> bool:
+        """Return whether the shards are in the memory of the device."""
+        return all(storage.param_placement.tier is Tier.DEVICE for storage in self.storages)
 
     @property
     def is_sharded(self) -> bool:
@@ -233,11 +238,24 @@ class Unsharder:
             self._pause()
 
     @contextmanager
+    def derivatives(self) -> Iterator[None]:
+        """Differentiate a graph beside the passes of a step; its uses of units are not recorded."""
+        before = self.trace, self.order, self._next, self.pass_over
+        self.trace, self.order, self._next, self.pass_over = [], [], 0, lambda _: None
+        try:
+            yield
+        finally:
+            self.release_all()
+            self.trace, self.order, self._next, self.pass_over = before
+
+    @contextmanager
     def keep_unsharded(self, units: Sequence[Unit]) -> Iterator[None]:
         """Keep exact weights of `units` unsharded inside the block."""
         for unit in units:
             unit.depth += 1
         try:
+            if not _compat.is_in_backward():
+                self._start_exact(units)
             for unit in units:
                 self.unshard(unit, exact=True)
             yield
@@ -246,6 +264,19 @@ class Unsharder:
                 if unit.depth:  # 0 if it was dropped
                     unit.depth -= 1
                     self.reshard(unit, exact=True)
+            self.pool.trim()  # to what training needs: the whole model may have been held
+
+    def _start_exact(self, units: Sequence[Unit]) -> None:
+        """Start the gathers of all `units`, so that no rank waits for the others after each of them.
+
+        Shards that are read from elsewhere are gathered one unit at a time: each needs memory until it has arrived.
+        """
+        started = [unit for unit in units if unit.is_sharded and unit.is_resident]
+        for unit in started if len(started) > 1 else ():
+            unit.mode = unit.mode if unit.is_exact else UnshardMode.EXACT
+            self.borrowed.add(unit.name)
+            with self._launches(unit), torch.inference_mode(False), torch.no_grad():
+                self._gather(unit)
 
     def release_all(self) -> None:
         """Release every unit that no call holds."""
