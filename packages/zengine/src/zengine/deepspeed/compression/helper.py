@@ -1,15 +1,22 @@
-"""`deepspeed.compression.helper`: DeepSpeed-Chat's LoRA replaces layers by these functions."""
+"""`deepspeed.compression.helper`: functions that find and replace layers, also of DeepSpeed-Chat's LoRA."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from zengine.deepspeed.utils.module_utils import recursive_getattr, recursive_setattr
 
-__all__ = ["get_module_name", "is_module_compressible", "recursive_getattr", "recursive_setattr"]
+__all__ = [
+    "convert_conv1d_to_linear",
+    "get_module_name",
+    "is_module_compressible",
+    "recursive_getattr",
+    "recursive_setattr",
+]
 
 
 def is_module_compressible(module: nn.Module, mpu: object = None) -> bool:
@@ -43,3 +50,19 @@ def get_module_name(
             f"{', '.join(twice)} match {key_word!r} of {group_name}, and belong to another group already"
         )
     return list(found), exist_module_name | set(found)
+
+
+@torch.no_grad()
+def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
+    """Replace layers of `convert_type`, Transformers' Conv1D with weights (in, out), by nn.Linear; return `model`."""
+    inner = getattr(model, "module", None)
+    inner = inner if isinstance(inner, nn.Module) else model
+    for name, old in [(name, each) for name, each in inner.named_modules() if isinstance(each, convert_type)]:
+        weight, bias = old.get_parameter("weight"), getattr(old, "bias", None)
+        inputs, outputs = weight.shape
+        made = nn.Linear(inputs, outputs, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+        made.weight.copy_(weight.t())
+        if bias is not None:
+            made.bias.copy_(bias.view(-1))
+        recursive_setattr(inner, name, made.train(old.training))
+    return model

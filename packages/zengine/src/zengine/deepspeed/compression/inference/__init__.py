@@ -1,0 +1,1 @@
+"""`deepspeed.compression.inference`: the path of ZeRO-Inference's quantization."""
