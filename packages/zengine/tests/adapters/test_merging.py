@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 import zengine
 from zcomm.testing import run_ranks
-from zengine.adapters import adapters_disabled, add_lora, merge_lora, merged_weight, merged_weights
+from zengine.adapters import (
+    adapters_disabled,
+    add_lora,
+    merge_lora,
+    merged_weight,
+    merged_weights,
+    quantize_base,
+)
+from zengine.adapters.merging import computed_weight, dense_sizes
 from zengine.deepspeed.linear import LoRAConfig, OptimizedLinear
 
 
@@ -176,3 +184,20 @@ def test_all_stages_train_and_merge_the_same_bits(tmp_path: Path, kind: str) -> 
             assert all(torch.equal(each["merged"][name], w) for name, w in found[0][0]["merged"].items())
     assert len({each["losses"][0] for each in (found[0][0], found[3][0])}) == 1
     assert found[0][0]["losses"][2] < found[0][0]["losses"][0]
+
+
+@pytest.mark.parametrize("format", ["", "nf4"])
+def test_dense_sizes_are_those_of_the_computed_weights(format: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64))
+    if format:
+        quantize_base(model, format, ["0", "2"])
+    add_lora(model, LoRAConfig(lora_r=2, target_mods=["0", "1"]))
+    dense = [each for layer in model if (each := computed_weight(layer)) is not None]
+    found = dense_sizes(model)
+    assert len(dense) == (3 if format else 2)
+    assert found.total == sum(each.nbytes for each in dense)
+    assert found.largest == 64 * 128 * 4
+    assert found.scratch == 64 * 128 * 8 + (found.largest if format else 0)
+    layers = [layer for layer in model if computed_weight(layer) is not None]
+    assert found.sources == sum(param.nbytes for each in layers for param in each.parameters() if param.dim() > 1)
+    assert dense_sizes(nn.Linear(4, 4)).total == 0

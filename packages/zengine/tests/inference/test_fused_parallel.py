@@ -19,6 +19,7 @@ IDS = torch.tensor([[5, 9, 11, 3], [60, 7, 8, 2]])
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "fp32"},
     "int8": {"dtype": "int8"},
+    "int8-a16": {"dtype": "int8", "quant": {"activation": {"num_bits": 16}}},
     "int4": {"dtype": "fp32", "quant": {"weight": {"num_bits": 4}}},
 }
 NAMES = ["LLaMA-3, scaled rotary", "Qwen3, norms of queries and keys", "Phi, partial rotary, parallel", "Mixtral"]

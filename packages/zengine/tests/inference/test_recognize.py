@@ -241,3 +241,40 @@ def test_layers_with_adapters_are_projections_with_merged_weights(kind: str) -> 
     fresh = with_weights_of(decoder, subject)
     verify(fresh, subject)
     assert any(not torch.equal(each.weight, found[each.name]) for each in projections(fresh))
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """x: (batch, heads, time, size), rotated by code that no attribute describes."""
+    half = x.shape[-1] // 2
+    speeds = 10_000.0 ** (-torch.arange(half) / half)
+    angles = torch.outer(torch.arange(x.shape[2]), speeds)
+    one, two = x[..., :half], x[..., half:]
+    return torch.cat((one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()), -1)
+
+
+class _Plain(nn.Module):
+    """A block without names for its sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(36), nn.LayerNorm(36)
+        self.q, self.k, self.v, self.out = (nn.Linear(36, 36) for _ in range(4))
+        self.up, self.down = nn.Linear(36, 48), nn.Linear(48, 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        query, key, value = (layer(y).unflatten(-1, (3, 12)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.up(self.norm2(x))))
+
+
+def test_rotations_inside_a_block_are_found_without_names() -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(_Plain(), _Plain())
+    subject = nn.Sequential(nn.Embedding(VOCABULARY, 36), blocks, nn.LayerNorm(36), nn.Linear(36, 29)).eval()
+    decoder = recognize(subject)
+    rotary = decoder.blocks[1].attention.rotary
+    assert rotary is not None
+    assert (rotary.style, rotary.size, decoder.blocks[0].attention.num_heads) == (RotaryStyle.HALVES, 12, 3)
+    verify(decoder, subject)

@@ -48,6 +48,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "Mixtral of eight": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "Qwen2-MoE, shared expert": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 56}),
     "Qwen3-MoE": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "Qwen3-MoE, weights as they are": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": False}),

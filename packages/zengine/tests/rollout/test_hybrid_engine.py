@@ -36,8 +36,8 @@ def _rollout(stage: int, steps: int = 3) -> dict[str, Any]:
     engine = engine_of(stage)
     assert isinstance(engine, DeepSpeedHybridEngine)
     losses = train(engine, steps)
-    rollout = engine.rollout(PROMPTS, n=3, sampling=SAMPLING)
-    again = engine.rollout(PROMPTS[::-1], n=3, sampling=SAMPLING, config=RolloutConfig(num_slots=2))
+    rollout = engine.rollout(PROMPTS, n=3, sampling=SAMPLING, seed=1)
+    again = engine.rollout(PROMPTS[::-1], n=3, sampling=SAMPLING, seed=1, config=RolloutConfig(num_slots=2))
     losses += train(engine, 2)
     with engine.opened():
         later = engine.rollout(PROMPTS, n=1, sampling=SAMPLING)
@@ -86,6 +86,46 @@ def test_samples_of_a_prompt_differ_and_a_prompt_given_twice_has_others() -> Non
     chosen = engine.rollout([[1, 2]], n=2, sampling=SAMPLING, seeds=[[5, 5]])
     assert chosen.samples[0].tokens == chosen.samples[1].tokens
     engine.close()
+
+
+def test_each_call_draws_new_samples_and_a_seed_the_same() -> None:
+    engine, other = engine_of(), engine_of()
+    rows = [engine.rollout([[1, 2], [3]], n=2, sampling=SAMPLING) for _ in range(3)]
+    assert len({sample.tokens for row in rows for sample in row.samples}) == 12
+    at_once = other.rollout([[3], [1, 2], [1, 2]], n=2, sampling=SAMPLING)  # in another order, and call
+    assert at_once.samples[0].tokens == rows[0].samples[2].tokens
+    assert [each.tokens for each in at_once.samples[2:]] == [
+        each.tokens for row in rows[:2] for each in row.samples[:2]
+    ]
+    fixed = [engine.rollout([[1, 2]], n=2, sampling=SAMPLING, seed=seed).samples for seed in (5, 5, 6)]
+    assert fixed[0] == fixed[1] != fixed[2]
+    assert other.rollout([[1, 2]], n=2, sampling=SAMPLING).samples == rows[2].samples[:2]  # a seed counts nothing
+    for each in (engine, other):
+        train(each, 1)
+    later = [each.rollout([[1, 2]], n=2, sampling=SAMPLING).samples for each in (engine, other)]
+    assert later[0] == later[1]
+    engine.close()
+    other.close()
+
+
+def _drawn(folder: str, world: int) -> list[Any]:
+    engine = engine_of(1)
+    if world:
+        engine.load_checkpoint(folder)
+    else:
+        engine.rollout([[1, 2]], n=2, sampling=SAMPLING)
+        with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+            engine.rollout([[1, 2], []], n=2, sampling=SAMPLING)  # draws nothing
+        engine.save_checkpoint(folder)
+    found = [each.tokens for each in engine.rollout([[1, 2]], n=2, sampling=SAMPLING).samples]
+    engine.close()
+    return found
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Any) -> None:
+    expected = run_ranks(_drawn, 2, str(tmp_path), 0)[0]
+    for world in (1, 2):
+        assert run_ranks(_drawn, world, str(tmp_path), world) == [expected] * world
 
 
 def test_slots_are_refilled_as_samples_end() -> None:
@@ -244,6 +284,8 @@ def test_transformers_generate_has_the_tokens_of_the_model(caplog: pytest.LogCap
     for _ in range(2):
         assert torch.equal(engine.generate(ids, max_new_tokens=8, do_sample=False), expected)
     assert torch.equal(engine.module.generate(ids, max_new_tokens=8, do_sample=False), expected)
+    assert torch.equal(engine.generate(ids, max_new_tokens=8, do_sample=False, synced_gpus=True), expected)
+    assert "generates by its own forward" not in caplog.text
     engine.generate(ids, max_new_tokens=8, num_beams=2)
     assert "the fused path cannot do num_beams" in caplog.text
     engine.close()
@@ -291,6 +333,7 @@ def test_what_cannot_generate_is_told(caplog: pytest.LogCaptureFixture) -> None:
         ({"prompts": [1, 2]}, r"it is \[1, 2\]\. .* put one prompt into a list"),
         ({"prompts": [[1]], "n": 0}, "n = 0; ask for at least 1 sample"),
         ({"prompts": [[1]], "n": 2, "seeds": [[1]]}, r"seeds must be 2 numbers for each of the 1 prompts"),
+        ({"prompts": [[1]], "seed": 3, "seeds": [[1]]}, r"got seed=3 and seeds: pass one number"),
         ({"prompts": [[99]]}, "prompt 0 has token 99; the vocabulary has 29"),
     ],
 )
@@ -306,6 +349,8 @@ def _one_rank_is_wrong() -> str:
     prompts = [[1] * 35] if engine.global_rank == 1 else [[1]]
     with pytest.raises(ValueError) as caught:
         engine.rollout(prompts, sampling=SAMPLING)
+    with pytest.raises(RuntimeError, match="rank 1: Input with size 43 exceeds maximum length of 40"):
+        engine.generate(torch.ones(1, 3 + 40 * engine.global_rank, dtype=torch.int64))
     engine.rollout([[1]], sampling=SAMPLING)  # all go on
     engine.close()
     return str(caught.value)
@@ -354,8 +399,6 @@ def test_wrong_configs() -> None:
     model = PipelineModule([LayerSpec(nn.Linear, 4, 4)], num_stages=1)
     with pytest.raises(zengine.config.ConfigError, match="a PipelineModule has its layers on several ranks"):
         zengine.initialize(model=model, config=config())
-    with pytest.raises(zengine.config.ConfigError, match=r"inference_tp_size = 2: .* is not available yet"):
-        engine_of(hybrid_engine={"enabled": True, "inference_tp_size": 2})
 
 
 def test_charts(tmp_path: Any) -> None:
@@ -366,3 +409,72 @@ def test_charts(tmp_path: Any) -> None:
     engine.close()
     names = {path.stem for path in tmp_path.rglob("*.csv") if "rollout" in path.name}
     assert len(names) == 4, names
+
+
+class ChatLoRA(nn.Module):
+    """A layer with an adapter as DeepSpeed-Chat has it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias, self.lora_scaling, self.fuse_lora = layer.weight, layer.bias, 0.5, False
+        self.lora_right_weight = nn.Parameter(torch.randn(layer.in_features, 4))
+        self.lora_left_weight = nn.Parameter(torch.zeros(4, layer.out_features))
+        self.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        update = (x @ self.lora_right_weight @ self.lora_left_weight) * self.lora_scaling
+        return nn.functional.linear(x, self.weight, self.bias) + update
+
+
+class OwnLoRA(nn.Module):
+    """A layer with an adapter of the user's own, of children."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base = layer.requires_grad_(False)
+        self.down, self.up = nn.Linear(layer.in_features, 4, bias=False), nn.Linear(4, layer.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _adapters_that_stay_zero(kind: type[nn.Module], stage: int, tp: int) -> list[tuple[bool, float]]:
+    """Train steps of a learning rate of zero first; return whether rollouts are possible, and how far they are."""
+    model = TinyLM()
+    for block in model.blocks:
+        block.q, block.grow = kind(block.q), kind(block.grow)  # type: ignore[call-arg]
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.0)
+    section = {"enabled": True, "max_out_tokens": 40, "inference_tp_size": tp}
+    settings = {**config(stage, hybrid_engine=section), "optimizer": None}
+    del settings["optimizer"]
+    engine, *_ = zengine.initialize(model=model, optimizer=optimizer, config=settings)
+    found = []
+    for rate in (0.0, 0.0, 5.0):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        train(engine, 1)
+        try:
+            rollout = engine.rollout(PROMPTS, n=1, sampling=SAMPLING, config=RolloutConfig(compare=3))
+            found.append((True, rollout.stats.max_delta_log_prob))
+        except ValueError:
+            found.append((False, 0.0))
+            continue
+        ids = torch.tensor([PROMPTS[2]])
+        with torch.no_grad():
+            expected = engine.eval()(ids)[0, -1].argmax()
+        engine.train()
+        assert engine.generate(ids, max_new_tokens=1)[0, -1] == expected
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "tp", "world"), [(1, 1, 1), (3, 1, 2), (3, 2, 2)])
+def test_adapters_of_deepspeed_chat_are_merged(stage: int, tp: int, world: int) -> None:
+    for found in run_ranks(_adapters_that_stay_zero, world, ChatLoRA, stage, tp):
+        assert all(can and far < 1e-5 for can, far in found)
+
+
+def test_adapters_that_are_zero_at_first_are_not_overlooked_later() -> None:
+    (found,) = run_ranks(_adapters_that_stay_zero, 1, OwnLoRA, 1, 1)
+    assert not found[-1][0]

@@ -16,6 +16,7 @@ from zengine.inference.generation import Request, generate
 from zengine.inference.recognize import recognize
 from zengine.inference.sampling import Sampling
 from zengine.rollout import RolloutConfig, SamplingConfig
+from zpartition.weights.sharded import ShardedStorage
 
 RULE = SamplingConfig(max_new_tokens=10, n_samples_per_prompt=3, continuous_batch_size=4)
 
@@ -23,8 +24,8 @@ RULE = SamplingConfig(max_new_tokens=10, n_samples_per_prompt=3, continuous_batc
 def _in_parts(stage: int) -> tuple[Any, Any, int]:
     engine = engine_of(stage)
     train(engine, 1)
-    whole = engine.rollout(PROMPTS, sampling=RULE)
-    pending, parts = engine.begin_rollout(PROMPTS, sampling=RULE), 1
+    whole = engine.rollout(PROMPTS, sampling=RULE, seed=0)
+    pending, parts = engine.begin_rollout(PROMPTS, sampling=RULE, seed=0), 1
     while (found := pending.run(max_steps=4)) is None:
         assert engine.pending_rollout is pending
         parts += 1
@@ -108,6 +109,28 @@ def test_stage_3_gathers_each_bucket_once_and_holds_the_model_once() -> None:
     for names, numel, peak in run_ranks(_traffic, 2, 3):
         assert set(names) == {"all_gather"}
         assert peak == numel
+
+
+def _order_of_the_switch() -> tuple[list[str], int]:
+    """Return issues and waits of a switch, and the number of units."""
+    engine = engine_of(3)
+    engine.rollout([[1]], n=1, sampling=SamplingConfig(max_new_tokens=1))
+    order, gather, arrive = list[str](), ShardedStorage.gather, ShardedStorage.arrive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedStorage, "gather", lambda *args, **keys: (order.append("issue"), gather(*args, **keys)))
+        patch.setattr(ShardedStorage, "arrive", lambda self: (order.append("wait"), arrive(self)))
+        with engine.opened():
+            assert all(unit.is_used for unit in engine.parts.partition.unsharder.units.values())
+    units = engine.parts.partition.unsharder.units.values()
+    assert all(unit.is_sharded for unit in units)
+    engine.close()
+    return order, len(units)
+
+
+def test_all_gathers_of_a_switch_start_before_the_first_is_waited_for() -> None:
+    for order, num_units in run_ranks(_order_of_the_switch, 2):
+        assert num_units > 2
+        assert order == ["issue"] * num_units + ["wait"] * num_units
 
 
 def _num_steps(monkeypatch: pytest.MonkeyPatch, *, continuous: bool) -> int:

@@ -14,17 +14,18 @@ VOCABULARY, WIDTH, HEADS, TIME = 29, 16, 2, 48
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.one, self.two = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in "qkv")
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.grow, self.shrink = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.heads = max(HEADS, width // 64)
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in "qkv")
+        self.out = nn.Linear(width, width)
+        self.grow, self.shrink = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.one(x)
         query, key, value = (
-            layer(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -34,12 +35,12 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """Logits, (batch, time, vocabulary); with targets the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, num_blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TIME, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(TIME, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))

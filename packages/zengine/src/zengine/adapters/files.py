@@ -145,6 +145,11 @@ def _layer(name: str, layer: Any, view: Adapted) -> _SavedUpdate:
     if len(updates) != 1:
         why = "several active adapters" if updates else "adapters that are disabled, or merged into its weight"
         raise ValueError(f"{name} has {why}: a file holds one active adapter of each layer")
+    if not isinstance(updates[0].down, nn.Parameter):
+        raise ValueError(
+            f"{name} has an adapter of DeepSpeed-Chat, whose matrices are transposed: PEFT's files hold those of "
+            "add_lora() and of PEFT. Merge it into the weight (fuse_lora_weight) and save the model."
+        )
     dropouts = [each.p for each in layer.modules() if isinstance(each, nn.Dropout)]
     base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
     is_transposed = bool(getattr(base, "is_transposed", hasattr(base, "nf")))

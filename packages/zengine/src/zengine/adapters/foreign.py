@@ -1,4 +1,7 @@
-"""PEFT's LoRA layers, seen as `Adapted`.  PEFT is never imported: its layers exist only if somebody imported it."""
+"""LoRA layers of PEFT and of DeepSpeed-Chat, seen as `Adapted`.
+
+PEFT is never imported: its layers exist only if somebody imported it.  DeepSpeed-Chat's are told by their attributes.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,36 @@ class PeftLinear:
         return found
 
 
+@final
+@attrs.define(eq=False)
+class ChatLinear:
+    """DeepSpeed-Chat's linear layer with `lora_right_weight` (in, rank) and `lora_left_weight` (rank, out)."""
+
+    layer: Any
+    adapter_enabled: bool = True
+
+    def base_weight(self) -> Tensor:
+        """Return the weight, (out, in)."""
+        weight: Tensor = self.layer.weight
+        return weight
+
+    def updates(self) -> list[Update]:
+        """Return the update; none while it is fused into the weight."""
+        layer = self.layer
+        if layer.fuse_lora:
+            return []
+        return [Update(layer.lora_right_weight.t(), layer.lora_left_weight.t(), layer.lora_scaling)]
+
+
+_CHAT = {"weight", "lora_right_weight", "lora_left_weight"}
+
+
 def adapted(module: nn.Module) -> Adapted | None:
-    """Return the adapters of a linear layer, ours or PEFT's; None if it has none."""
-    if isinstance(module, Adapted):
+    """Return the adapters of a linear layer, ours, PEFT's or DeepSpeed-Chat's; None if it has none."""
+    if hasattr(type(module), "base_weight") and isinstance(module, Adapted):  # the second is slow
         return module
+    if module._parameters.keys() >= _CHAT and hasattr(module, "fuse_lora") and hasattr(module, "lora_scaling"):
+        return ChatLinear(module)
     peft = sys.modules.get(_LAYERS)
     if peft is None or not isinstance(module, peft.LoraLayer):
         return None

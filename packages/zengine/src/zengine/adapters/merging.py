@@ -15,17 +15,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import attrs
 from torch import Tensor, nn
 
 from zengine.adapters.foreign import adapted, is_switchable
 from zengine.adapters.lora import LoRALinear, replace_layer
 from zengine.adapters.quantized_base import QuantizedBase
-from zengine.adapters.update import Adapted, merge
+from zengine.adapters.update import Adapted, merge, merge_scratch_bytes
 from zpartition import gathered, is_gathered
 
 __all__ = [
+    "DenseSizes",
     "adapters_disabled",
     "computed_weight",
+    "dense_sizes",
     "merge_lora",
     "merged_weight",
     "merged_weights",
@@ -51,6 +54,36 @@ def computed_weight(layer: nn.Module) -> Tensor | None:
         with _whole(layer):
             return layer.base_weight()
     return None if adapted(layer) is None else merged_weight(layer)
+
+
+@attrs.frozen(kw_only=True)
+class DenseSizes:
+    """Bytes of the weights that `computed_weight` makes for the layers of a module."""
+
+    total: int = 0  # of all layers
+    largest: int = 0  # of one layer
+    scratch: int = 0  # beside the largest one, while it is made
+    sources: int = 0  # of the matrices that they are made from: bases, codes, adapters
+
+
+def dense_sizes(module: nn.Module) -> DenseSizes:
+    """Return the bytes of dense weights of all layers with adapters or quantized bases; also on the meta device."""
+    total = largest = scratch = sources = 0
+    below: set[int] = set()  # layers of PEFT contain their base
+    for layer in module.modules():
+        is_adapted = adapted(layer) is not None
+        if id(layer) in below or not (is_adapted or isinstance(layer, QuantizedBase)):
+            continue
+        below |= set(map(id, layer.modules()))
+        own: Any = layer
+        base = own.get_base_layer() if hasattr(layer, "get_base_layer") else own
+        is_coded = isinstance(base, QuantizedBase)
+        numel = base.out_features * base.in_features if is_coded else base.weight.numel()
+        size = numel * (base.dtype if is_coded else base.weight.dtype).itemsize
+        total, largest = total + size, max(largest, size)
+        scratch = max(scratch, (merge_scratch_bytes(numel) + size * is_coded) * is_adapted)
+        sources += sum(param.nbytes for param in layer.parameters() if param.dim() > 1)
+    return DenseSizes(total=total, largest=largest, scratch=scratch, sources=sources)
 
 
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

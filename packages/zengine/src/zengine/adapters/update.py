@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["Adapted", "Update", "merge"]
+__all__ = ["Adapted", "Update", "merge", "merge_scratch_bytes"]
 
 _MERGED_NUMEL = 2**20  # elements in float64 at a time
 
@@ -56,3 +56,8 @@ def merge(base: Tensor, updates: Sequence[Update]) -> Tensor:
             total.addmm_(update.up[part].double(), update.down.double(), alpha=update.scale)
         merged[part].copy_(total)
     return merged
+
+
+def merge_scratch_bytes(numel: int) -> int:
+    """Return the bytes that `merge` needs beside its result of `numel` elements."""
+    return min(numel, _MERGED_NUMEL) * torch.float64.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = ["attend", "causal_mask"]
 
@@ -25,15 +26,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: fl
     query: (batch, queries, heads, size); key, value: (batch, keys, kv heads, size), each for the heads // kv heads
     query heads of its group; mask: (batch or 1, queries, keys) bool.  A query that sees no key gives zeros.
     """
-    batch, num_queries, num_heads, size = query.shape
-    groups = key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
-    rows = query.to(wide).view(batch, num_queries, groups, num_heads // groups, size).permute(0, 2, 3, 1, 4)
-    keys, values = (each.to(wide).permute(0, 2, 3, 1).unsqueeze(2) for each in (key, value))  # (b, g, 1, size, keys)
-    scores = rows @ keys * scale
+    queries, keys, values = (each.to(wide).transpose(1, 2) for each in (query, key, value))
     if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+        mixed = _attend_capped(queries, keys, values, mask, scale=scale, softcap=softcap)
+    else:  # the scores of a prompt are never written to memory
+        mixed = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask[:, None], scale=scale, enable_gqa=True
+        )
+    return mixed.transpose(1, 2).flatten(2).to(query.dtype)
+
+
+def _attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float, softcap: float
+) -> Tensor:
+    """Return (batch, heads, queries, size); query: of that shape; key, value: (batch, kv heads, keys, size)."""
+    rows = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+    keys, values = (each.transpose(-1, -2).unsqueeze(2) for each in (key, value))  # (b, g, 1, size, keys)
+    scores = torch.tanh(rows @ keys * scale / softcap) * softcap
     hidden = ~mask[:, None, None]
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0.0)
-    mixed = weights @ values.transpose(-1, -2)  # (b, g, heads of the group, queries, size)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads * size).to(query.dtype)
+    return (weights @ values.transpose(-1, -2)).flatten(1, 2)

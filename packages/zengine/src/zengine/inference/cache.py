@@ -3,14 +3,19 @@
 A slot holds one sequence.  Keys and values are written in place at their positions; nothing is concatenated, since
 that would move the whole history for every token.
 
+Turns of a conversation: what a slot has in memory stays true after its sequence has ended, until another sequence is
+written over it.  `KeptSequences` knows the tokens of each slot, so that a prompt that begins with a sequence of an
+earlier stream continues it, and only what is new is computed.  `Forgotten` keeps nothing: the default.
+
 An int8 cache has a scale for each token and head: a value differs from what was written by at most 1 / 254 of the
 largest magnitude of its head.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
-from typing import final
+from typing import ClassVar, final
 
 import attrs
 import torch
@@ -18,7 +23,7 @@ from torch import Tensor
 
 from zengine.inference.structure import Decoder
 
-__all__ = ["KVCache", "cache_bytes"]
+__all__ = ["Forgotten", "KVCache", "KeptSequences", "cache_bytes"]
 
 
 @final
@@ -117,6 +122,82 @@ class KVCache:
     def clear(self, slot: int) -> None:
         """Forget the sequence of a slot; its memory keeps what it holds until it is overwritten."""
         self.lengths[slot] = 0
+
+
+class Forgotten:
+    """What slots have of ended sequences, for the scheduler of a stream: nothing."""
+
+    needs_cache: ClassVar[bool] = False  # the cache stays allocated between streams
+
+    def emptied(self) -> Forgotten:
+        """Return the same without sequences: after the weights, or the memory of the cache, have changed."""
+        return self
+
+    def begin(self, prompts: Sequence[tuple[int, ...]]) -> Sequence[int]:
+        """Return the order in which the prompts of a stream start: those that continue a slot first."""
+        return range(len(prompts))
+
+    def source(self, index: int) -> tuple[int, int]:
+        """Return a slot that has the beginning of a prompt, and of how many tokens: all but the last at most.
+
+        No slot is -1, with 0 tokens.
+        """
+        return -1, 0
+
+    def choose(self, free: Sequence[int], preferred: int) -> int:
+        """Return the free slot to write a sequence into; `preferred` has its beginning."""
+        return free[-1]
+
+    def write(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Record that a slot has the keys and values of these tokens, and no others."""
+
+
+@final
+@attrs.define(eq=False)
+class KeptSequences(Forgotten):
+    """Tokens whose keys and values slots have, for one cache and one way to compute them.
+
+    A slot that a later prompt of the stream continues is written over last.
+    """
+
+    needs_cache = True
+    by_slot: dict[int, tuple[int, ...]] = attrs.field(factory=dict)
+    prompts: Sequence[tuple[int, ...]] = ()  # of the present stream
+    wanted: dict[int, int] = attrs.field(factory=dict)  # prompt that has not begun -> slot that it continues
+    claims: collections.Counter[int] = attrs.field(factory=collections.Counter)  # prompts in `wanted`, by slot
+
+    def emptied(self) -> KeptSequences:
+        return KeptSequences()
+
+    def begin(self, prompts: Sequence[tuple[int, ...]]) -> Sequence[int]:
+        self.prompts, self.wanted = prompts, {}
+        for index, prompt in enumerate(prompts):
+            length, slot = max(((self._shared(slot, prompt), slot) for slot in self.by_slot), default=(0, 0))
+            if length:
+                self.wanted[index] = slot
+        self.claims = collections.Counter(self.wanted.values())
+        return sorted(range(len(prompts)), key=lambda index: index not in self.wanted)
+
+    def source(self, index: int) -> tuple[int, int]:
+        slot = self.wanted.pop(index, None)
+        if slot is None:
+            return -1, 0
+        self.claims[slot] -= 1
+        return slot, self._shared(slot, self.prompts[index])
+
+    def choose(self, free: Sequence[int], preferred: int) -> int:
+        return min(reversed(free), key=lambda slot: (self.claims[slot], slot != preferred, slot in self.by_slot))
+
+    def write(self, slot: int, tokens: tuple[int, ...]) -> None:
+        self.by_slot[slot] = tokens
+
+    def _shared(self, slot: int, prompt: tuple[int, ...]) -> int:
+        """Return how many tokens a slot's sequence and all but the last of a prompt have in common at the start."""
+        kept = self.by_slot.get(slot, ())
+        most = min(len(kept), len(prompt) - 1)
+        if kept[:most] == prompt[:most]:
+            return most
+        return next(at for at, (one, other) in enumerate(zip(kept, prompt)) if one != other)
 
 
 def cache_bytes(decoder: Decoder, num_slots: int, capacity: int, dtype: torch.dtype | None = None) -> int:

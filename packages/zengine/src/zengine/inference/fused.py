@@ -190,7 +190,7 @@ def _block(decoder: Decoder, index: int, cache: KVCache, tables: Tables) -> deco
         mlp_out_norm=_norm(block.mlp_out_norm, width),
         attention_factor=block.attention_factor,
         mlp_factor=block.mlp_factor,
-        out_ranks=_ranks(block.attention.out),
+        out_ranks=_exchange(block.attention.out.ranks, block.attention.out.name),
         down_ranks=_down_ranks(block.mlp),
         cache=decoding.FusedCache(
             keys=cache.keys[index],
@@ -201,25 +201,24 @@ def _block(decoder: Decoder, index: int, cache: KVCache, tables: Tables) -> deco
     )
 
 
-def _ranks(projection: Projection) -> decoding.FusedSum | decoding.FusedJoin | None:
-    """Return how ranks exchange what the last projection of attention or MLP reads and gives."""
-    ranks = projection.ranks
+def _exchange(ranks: Ranks | None, name: str) -> decoding.FusedSum | decoding.FusedJoin | None:
+    """Return how ranks exchange what a last projection, of attention or MLP, reads and gives."""
     if ranks is None:
         return None
     if ranks.over is Over.COLUMNS:
         return decoding.FusedSum(ranks.add_up)
     if ranks.over is Over.ROWS:
         return decoding.FusedJoin(ranks.join_inputs, ranks.join_outputs)
-    raise _NotFusedError(f"{projection.name} is split by outputs, of an input that all ranks have")
+    raise _NotFusedError(f"{name} is split by outputs, of an input that all ranks have")
 
 
 def _down_ranks(mlp: MLP | Mixture) -> decoding.FusedSum | decoding.FusedJoin | None:
     if isinstance(mlp, MLP):
-        return _ranks(mlp.down)
+        return _exchange(mlp.down.ranks, mlp.down.name)
     mlps = (*mlp.experts, *(() if mlp.shared is None else (mlp.shared,)))
     if any(each.down.ranks is not None for each in mlps):
         raise _NotFusedError("its experts are split over ranks")
-    return None
+    return _exchange(mlp.ranks, "a mixture")
 
 
 def _head(decoder: Decoder) -> decoding.FusedHead:
@@ -275,14 +274,17 @@ def _mlp(mlp: MLP) -> decoding.FusedMLP:
 
 
 def _mixture(mixture: Mixture) -> decoding.FusedMixture:
+    # of ranks that hold other experts one adds the shared expert
+    has_shared = mixture.shared is not None and (mixture.ranks is None or mixture.ranks.group.rank == 0)
     return decoding.FusedMixture(
         router=_projection(mixture.router),
         experts=tuple(map(_mlp, mixture.experts)),
         top_k=mixture.top_k,
         is_renormalized=mixture.is_renormalized,
         factor=mixture.factor,
-        shared=None if mixture.shared is None else _mlp(mixture.shared),
-        shared_gate=None if mixture.shared_gate is None else _projection(mixture.shared_gate),
+        first=mixture.first,
+        shared=_mlp(mixture.shared) if has_shared and mixture.shared is not None else None,
+        shared_gate=_projection(mixture.shared_gate) if has_shared and mixture.shared_gate is not None else None,
     )
 
 

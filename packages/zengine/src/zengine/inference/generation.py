@@ -11,13 +11,13 @@ work is padding); left padding to a common length (positions of padding tokens n
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol, final
 
 import attrs
 import torch
 
-from zengine.inference.cache import KVCache
+from zengine.inference.cache import Forgotten, KVCache
 from zengine.inference.sampling import Sampling, choose, uniform
 from zengine.inference.structure import Decoder
 from zengine.inference.text import Decode, TextStream
@@ -120,17 +120,23 @@ class _Running:
         return "length" if len(self.tokens) == rule.max_new_tokens else ""
 
 
-def stream(steps: CachedPass, requests: Sequence[Request], decode: Decode | None = None) -> Iterator[TokenEvent]:
+def stream(
+    steps: CachedPass,
+    requests: Sequence[Request],
+    decode: Decode | None = None,
+    kept: Forgotten = Forgotten(),  # noqa: B008 - it has no state
+) -> Generator[TokenEvent]:
     """Yield each token as it is chosen; samples take turns, and their slots are refilled.
 
     steps: its cache is used from empty, and is empty again afterwards, also if the caller stops early.
     decode: for stop strings.
+    kept: what slots still have of the sequences of earlier streams; prompts that begin with one continue it.
 
     Raises ValueError, before any token, if a prompt and its answer do not fit into the cache, if a token is outside
     the vocabulary, or if stop strings lack `decode`; the first `next` raises RuntimeError if the cache is not empty.
     """
     _check(steps, requests, decode)
-    return _Scheduler(steps, requests, decode).events()
+    return _Scheduler(steps, requests, decode, kept).events()
 
 
 def generate(steps: CachedPass, requests: Sequence[Request], decode: Decode | None = None) -> list[list[Sample]]:
@@ -179,13 +185,14 @@ class _Scheduler:
     steps: CachedPass
     requests: Sequence[Request]
     decode: Decode | None
+    kept: Forgotten
     waiting: collections.deque[tuple[int, int]] = attrs.field(factory=collections.deque)  # (request, sample)
     free: list[int] = attrs.field(factory=list)
     running: list[_Running] = attrs.field(factory=list)
     holds: dict[int, int] = attrs.field(factory=dict)  # slot -> request whose prompt it begins with
     first_logits: dict[int, torch.Tensor] = attrs.field(factory=dict)  # by request: (vocabulary,) after its prompt
 
-    def events(self) -> Iterator[TokenEvent]:
+    def events(self) -> Generator[TokenEvent]:
         """Alternate: fill free slots with samples that wait, then one token for every running sample."""
         cache = self.steps.cache
         if any(cache.lengths):
@@ -194,9 +201,8 @@ class _Scheduler:
                 "clear() the slots"
             )
         self.free = list(range(cache.num_slots))[::-1]
-        self.waiting.extend(
-            (index, sample) for index, each in enumerate(self.requests) for sample in range(len(each.seeds))
-        )
+        order = self.kept.begin([each.prompt for each in self.requests])
+        self.waiting.extend((index, sample) for index in order for sample in range(len(self.requests[index].seeds)))
         try:
             while self.waiting or self.running:
                 while self.waiting and self.free:
@@ -210,26 +216,37 @@ class _Scheduler:
                 for each, row in zip(running, logits, strict=True):
                     yield self._draw(each, row)
         finally:
+            for each in self.running:
+                self._keep(each)
             for slot in range(cache.num_slots):
                 cache.clear(slot)
 
     def _start(self) -> _Running:
-        """Put the next sample into a slot: its prompt is copied from a slot that has it, else computed."""
+        """Put the next sample into a slot: what a slot has of its prompt is copied, and the rest computed."""
         index, sample = self.waiting.popleft()
         prompt, cache = self.requests[index].prompt, self.steps.cache
         sources = [slot for slot, held in self.holds.items() if held == index]
-        slot = next((slot for slot in sources if slot in self.free), self.free[-1])
+        source, length = (sources[0], len(prompt)) if sources else self.kept.source(index)
+        slot = next((slot for slot in sources if slot in self.free), None)
+        slot = self.kept.choose(self.free, source) if slot is None else slot
         self.free.remove(slot)
-        if sources:
-            cache.copy_prefix(slot if slot in sources else sources[0], slot, len(prompt))
-        else:
-            self.first_logits = {index: self.steps.forward(self._on_device(prompt), slot)}
+        self.kept.write(slot, ())  # until the whole prompt is there
+        if length:
+            cache.copy_prefix(slot if slot in sources else source, slot, length)
+        if not sources:
+            self.first_logits = {index: self.steps.forward(self._on_device(prompt[length:]), slot)}
         self.holds[slot] = index
+        self.kept.write(slot, prompt)
         stops = self.requests[index].sampling.stop_strings
         text = TextStream(self.decode, stops) if stops and self.decode is not None else None
         started = _Running(self.requests[index], index, sample, slot, text)
         self.running.append(started)
         return started
+
+    def _keep(self, sample: _Running) -> None:
+        """Record the tokens whose keys and values are written: all but the last, as a rule."""
+        tokens = (*sample.request.prompt, *sample.tokens)
+        self.kept.write(sample.slot, tokens[: self.steps.cache.lengths[sample.slot]])
 
     def _on_device(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens, device=self.steps.cache.keys[0].device)
@@ -238,6 +255,7 @@ class _Scheduler:
         event = sample.draw(logits)
         if event.finish:
             self.running.remove(sample)
+            self._keep(sample)
             self.steps.cache.clear(sample.slot)
             self.free.append(sample.slot)
         return event

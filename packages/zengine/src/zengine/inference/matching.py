@@ -49,6 +49,7 @@ T = TypeVar("T")
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _EPS_NAMES = ("eps", "variance_epsilon", "norm_eps", "epsilon", "layer_norm_eps", "rms_norm_eps")
 _MOST_HEAD_SIZE = 1024
+_GUESSED_SIZES = (64, 128, 32, 16, 8, 80, 96, 48, 256, 160, 192, 24, 12, 20, 40)  # of heads, if no attribute fits
 _BASES = (10_000.0, 1_000_000.0, 500_000.0)  # of rotary tables, if no attribute fits
 
 
@@ -122,6 +123,8 @@ def projection(call: Call) -> Projection | None:
         return Projection(call.name, call.module.weight, call.module.bias)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(call.module, nn.Embedding):
         return None
+    if any(True for name, _ in call.module.named_parameters() if name not in ("weight", "bias")):
+        return None  # what the others add may be zero now
     width_in, width_out = call.input.shape[-1], call.output.shape[-1]
     for matrix in (weight, weight.t()):  # Transformers' Conv1D has (in, out)
         if tuple(matrix.shape) == (width_out, width_in):
@@ -257,8 +260,16 @@ def bases(constants: Constants) -> list[float]:
 
 
 def rotary_sizes(constants: Constants) -> list[int]:
-    """Return how many features of a head may be rotated."""
+    """Return how many features of a head may be rotated, by the names of attributes."""
     return [int(each) for each in constants.named("rotary", "head_dim", "head_size") if each >= 2 and each % 2 == 0]
+
+
+def guessed_rotary_sizes(width: int) -> list[int]:
+    """Return the sizes of heads that may be rotated where no attribute tells: all of a head's features.
+
+    width: features of all heads.
+    """
+    return [size for size in _GUESSED_SIZES if width % size == 0]
 
 
 def tables_of(base: float, size: int, ids: Tensor) -> RotaryTables:
@@ -377,5 +388,5 @@ def _head_sizes(projections: tuple[Projection, ...], width: int, constants: Cons
     named = [int(each) for each in constants.named("head") if each > 0]
     likely = [size for each in named for size in (each, width // each) if size]
     return [
-        size for size in dict.fromkeys((*likely, 64, 128, 32, 16, 8)) if size <= _MOST_HEAD_SIZE and width % size == 0
+        size for size in dict.fromkeys((*likely, *_GUESSED_SIZES)) if size <= _MOST_HEAD_SIZE and width % size == 0
     ]

@@ -8,6 +8,9 @@ largest block's size hold the block that runs and the next one, whose copy or re
 parameters, and the parts of quantized weights, to a buffer before a block and to nothing after it.  On a drive the
 regions of a `DiskStore` hold the bytes: they are read past the page cache, with checksums.
 
+With several ranks each has a share of every block's bytes, on its device, its host or its drive, and a block is
+gathered into the buffer (`SharedRest`).  Ranks may pass different inputs, but run the blocks equally often.
+
 Tensors that blocks share with each other or with other modules stay on the device.  Between calls the parameters of
 resting blocks have no elements, so such a module cannot be saved, moved or trained.
 
@@ -29,11 +32,13 @@ from typing import Protocol, final
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+import zcomm
 from zengine.inference.quantized_modules import QuantizedLinear
 from zpartition.disk import DiskOptions, DiskStore, Region
 
-__all__ = ["BlockList", "DriveRest", "HostRest", "WeightStream", "block_list"]
+__all__ = ["BlockList", "DriveRest", "HostRest", "SharedRest", "WeightStream", "block_list"]
 
 _ALIGNMENT = 64  # bytes, of tensors in a buffer: what vector loads need
 
@@ -129,23 +134,28 @@ class Rest(Protocol):
         """Allocate a buffer, (at least num_bytes,) uint8."""
 
 
+def _is_there() -> None:
+    """Wait for what is there already."""
+
+
 @final
 @attrs.define(eq=False)
 class HostRest:
-    """Blocks in the host's memory, page-locked if the device is a GPU."""
+    """Blocks in memory: the host's, page-locked if the device is a GPU, or a device's own."""
 
     pins: bool
+    device: torch.device | None = None  # where they rest; None: the host
     contents: dict[int, Tensor] = attrs.field(factory=dict)
 
     def put(self, index: int, content: Tensor) -> None:
         """Keep a copy."""
-        self.contents[index] = content.pin_memory() if self.pins else content.clone()
+        self.contents[index] = content.pin_memory() if self.pins else content.to(self.device or "cpu", copy=True)
 
     def start(self, index: int, into: Tensor) -> Callable[[], None]:
         """Copy on a stream of its own, behind what the device has been told to compute so far."""
         if not self.pins:
             into[: len(self.contents[index])].copy_(self.contents[index])
-            return lambda: None
+            return _is_there
         present = torch.cuda.current_stream(into.device)
         stream = torch.cuda.Stream(into.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(present)
@@ -201,6 +211,49 @@ class DriveRest:
 
 @final
 @attrs.define(eq=False)
+class SharedRest:
+    """Blocks of which each rank has a share of the bytes; to start one is collective.
+
+    Shares that are in memory leave while the block before runs; those on a drive when the block is needed.
+    """
+
+    own: HostRest | DriveRest  # of this rank's shares
+    group: ProcessGroup | None
+    shares: dict[int, int] = attrs.field(factory=dict)  # bytes of a rank's share, by block
+    piece: Tensor | None = None  # (bytes of the largest share,) uint8: this rank's, on its way
+
+    def put(self, index: int, content: Tensor) -> None:
+        """Keep this rank's share; the content is the same on all ranks."""
+        size, rank = zcomm.group_size(self.group), zcomm.group_rank(self.group)
+        share = -(-len(content) // (size * _ALIGNMENT)) * _ALIGNMENT
+        padded = torch.nn.functional.pad(content, (0, share * size - len(content)))
+        self.shares[index] = share
+        self.own.put(index, padded[rank * share : (rank + 1) * share])
+
+    def start(self, index: int, into: Tensor) -> Callable[[], None]:
+        """Gather the shares of all ranks."""
+        share, most = self.shares[index], max(self.shares.values())
+        if self.piece is None or len(self.piece) < most:
+            self.piece = self.own.buffer(most, into.device)
+        piece, whole = self.piece[:share], into[: share * zcomm.group_size(self.group)]
+        arrived = self.own.start(index, self.piece)
+
+        def gather(*, waits: bool) -> zcomm.Handle:
+            return zcomm.all_gather(whole, piece, self.group, async_op=not waits, label=f"weights of block {index}")
+
+        def finish() -> None:
+            arrived()
+            gather(waits=True)
+
+        return gather(waits=False).wait if arrived is _is_there else finish
+
+    def buffer(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Allocate a buffer with room for the ends of all shares."""
+        return self.own.buffer(num_bytes + zcomm.group_size(self.group) * _ALIGNMENT, device)
+
+
+@final
+@attrs.define(eq=False)
 class WeightStream:
     """Binds blocks to buffers while they run.
 
@@ -221,8 +274,15 @@ class WeightStream:
         return sum(each.nbytes for each in self.buffers)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether each rank has a share of the weights, so that all must run the blocks equally often."""
+        return isinstance(self.rest, SharedRest)
+
+    @property
     def resting_bytes(self) -> int:
-        """Bytes outside of the device."""
+        """Bytes that rest at this rank's place."""
+        if isinstance(self.rest, SharedRest):
+            return sum(self.rest.shares.values())
         return sum(each.num_bytes for each in self.packed)
 
     def park(self, block: nn.Module, tensors: tuple[Tensor, ...]) -> None:

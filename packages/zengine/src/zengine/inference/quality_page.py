@@ -18,7 +18,8 @@ __all__ = ["QualityData", "error_chart", "layer_table", "quality_page"]
 
 _WIDTH, _HEIGHT = 900, 250  # of the drawing, in user units; it scales with the page
 _LEAST_PX = 640  # of its width; a narrower page scrolls it
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 12, 24  # margins around the plot
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 84, 12, 24  # margins around the plot; lines are named on the right
+_WIDEST = 56  # bar
 _NUM_COLOURS = 7  # of kinds of layers; the style sheet's last colour is for all others
 _LIMIT = 3.0  # times the median, above which a layer keeps 8 bits
 
@@ -128,9 +129,10 @@ def error_chart(report: QuantizationReport) -> str:
         parts.append(tick(_LEFT - 7, up(value) + 4, "end", label(value)))
     for index, layer in enumerate(layers):
         told = html.escape(f"{layer.name}: {layer.error:.4f} ({layer.format})")
-        x, y = _LEFT + index * step, up(layer.error)
+        width, y = min(0.8 * step, _WIDEST), up(layer.error)
+        x = _LEFT + (index + 0.5) * step - width / 2
         parts.append(
-            f'<rect class="f{kinds[_kind(layer)]}" x="{x + 0.1 * step:.2f}" y="{y:.1f}" width="{0.8 * step:.2f}" '
+            f'<rect class="f{kinds[_kind(layer)]}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" '
             f'height="{base - y:.1f}"><title>{told}</title></rect>'
         )
     for name, value in {"median": median, f"{_LIMIT:g} x median": _LIMIT * median}.items():
@@ -138,7 +140,7 @@ def error_chart(report: QuantizationReport) -> str:
             parts.append(
                 f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{up(value):.1f}" y2="{up(value):.1f}"/>'
             )
-            parts.append(tick(_WIDTH - _RIGHT, up(value) - 5, "end", name))
+            parts.append(tick(_WIDTH - _RIGHT + 6, up(value) + 4, "start", name))
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>')
     parts.append(tick((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, "middle", f"{len(layers)} layers"))
     legend = "".join(f'<span class="key k{colour}">{html.escape(kind)}</span>' for kind, colour in kinds.items())

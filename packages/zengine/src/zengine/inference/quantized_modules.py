@@ -25,8 +25,12 @@ from zprecision.quant import Format, PackedTensor, QuantizedTensor, format_name,
 
 __all__ = [
     "QuantizedLinear",
+    "StackedLayer",
+    "layer_at",
     "linear_weights",
     "nothing_to_quantize",
+    "parameters_of",
+    "present_projection",
     "put_quantized",
     "quantize_linears",
     "quantized_layer",
@@ -222,37 +226,48 @@ def with_weights_of(decoder: Decoder, module: nn.Module) -> Decoder:
 
     Returns `decoder` itself if it has them.
     """
-
-    def present(projection: Projection) -> Projection:
-        layer = _layer_at(module, projection.name)
-        weight = _present_weight(projection, layer)
-        if weight is projection.weight:
-            return projection
-        return attrs.evolve(projection, weight=weight, bias=getattr(layer, "bias", None))
-
     is_current = all(
-        _present_weight(each, _layer_at(module, each.name)) is each.weight for each in projections(decoder)
+        _present_weight(each, layer_at(module, each.name)) is each.weight for each in projections(decoder)
     )
-    return decoder if is_current else replaced(decoder, present)
+    return decoder if is_current else replaced(decoder, lambda each: present_projection(each, module))
+
+
+def present_projection(projection: Projection, module: nn.Module) -> Projection:
+    """Return a projection with the present weight of its layer; the same one if it has it."""
+    layer = layer_at(module, projection.name)
+    weight = _present_weight(projection, layer)
+    if weight is projection.weight:
+        return projection
+    return attrs.evolve(projection, weight=weight, bias=getattr(layer, "bias", None))
+
+
+def parameters_of(projection: Projection, module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Return the parameters of a projection's layer, its adapters' included."""
+    path, _, number = projection.name.rpartition(".")
+    parent, _, last = path.rpartition(".")
+    stack = getattr(module.get_submodule(parent), last, None) if number.isdecimal() else None
+    if isinstance(stack, nn.Parameter):  # of experts
+        return (stack,)
+    return tuple(module.get_submodule(projection.name).parameters())
 
 
 @attrs.frozen(eq=False)
-class _StackedLayer:
+class StackedLayer:
     """One matrix of stacked experts."""
 
     weight: Tensor
 
 
-def _layer_at(module: nn.Module, name: str) -> nn.Module | _StackedLayer:
+def layer_at(module: nn.Module, name: str) -> nn.Module | StackedLayer:
     """Return the layer `name`; that of stacked experts has the name of their parameter, and its number."""
     path, _, number = name.rpartition(".")
     parent, _, last = path.rpartition(".")
     stack = getattr(module.get_submodule(parent), last, None) if number.isdecimal() else None
-    return _StackedLayer(stack[int(number)]) if isinstance(stack, Tensor) else module.get_submodule(name)
+    return StackedLayer(stack[int(number)]) if isinstance(stack, Tensor) else module.get_submodule(name)
 
 
 def _present_weight(
-    projection: Projection, layer: nn.Module | _StackedLayer
+    projection: Projection, layer: nn.Module | StackedLayer
 ) -> Tensor | QuantizedTensor | PackedTensor:
     """Return the weight of a layer, (out, in): a new view if the layer's memory is another one.
 
@@ -274,7 +289,9 @@ def _present_weight(
         return own if tuple(own.shape) == tuple(held.shape) else own.t()
     if held.data_ptr() == own.data_ptr() and held.dtype == own.dtype:
         return held
-    return own.t() if held._is_view() else own  # Transformers' Conv1D has (in, out)
+    # Transformers' Conv1D has (in, out); a matrix of stacked experts is a view anyway, and its strides tell.
+    is_transposed = held.stride(-1) != 1 if isinstance(layer, StackedLayer) else held._is_view()
+    return own.t() if is_transposed else own
 
 
 def scales_of(module: nn.Module) -> dict[str, Tensor]:

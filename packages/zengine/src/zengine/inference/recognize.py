@@ -19,10 +19,13 @@ constant means, and which fail on control flow that depends on data.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, final
 
 import attrs
 import torch
@@ -46,14 +49,20 @@ from zengine.inference.structure import (
     Norm,
     vocabulary_of,
 )
+from zengine.pages import Page, explained
 from zpartition import tensor
 
-__all__ = ["NotRecognized", "recognize", "run_module"]
+__all__ = ["NotRecognized", "fitting", "recognize", "run_module"]
 
-_PROBE_NUMEL = 24  # tokens of the observed pass, at least
+_PROBE_NUMEL = 24  # tokens of the observed pass, at least, unless the model takes fewer
+_FEWEST = 4  # tokens with which a pass is tried
+_TOO_LONG = (AssertionError, IndexError, RuntimeError, ValueError)  # what models raise for a sequence too long
 _MOST_WINDOW = 256  # up to which the observed pass is longer than an attention window
 
+_T = TypeVar("_T")
 
+
+@explained(Page.DECODERS)
 class NotRecognized(ValueError):
     """The module is no decoder of a known form.  The message says at which module, and what was compared."""
 
@@ -68,15 +77,43 @@ def learnt_positions(model: nn.Module) -> int:
     return int(getattr(getattr(model, "config", None), "max_position_embeddings", 0) or 0)
 
 
+def fitting(num_tokens: int, attempt: Callable[[int], _T]) -> _T:
+    """Return attempt(num_tokens), or that of half as many as often as it fails: a model may take no more.
+
+    Raises the first error if none succeeds.
+    """
+    try:
+        return attempt(num_tokens)
+    except _TOO_LONG as error:
+        if num_tokens // 2 < _FEWEST:
+            raise
+        with contextlib.suppress(*_TOO_LONG):
+            return fitting(num_tokens // 2, attempt)
+        raise error from None
+
+
+Hold = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
+
+
+def _held_already(_modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @torch.no_grad()
 def recognize(
-    model: nn.Module, run: Callable[[nn.Module, Tensor], Any] = run_module, *, num_tokens: int = _PROBE_NUMEL
+    model: nn.Module,
+    run: Callable[[nn.Module, Tensor], Any] = run_module,
+    *,
+    num_tokens: int = _PROBE_NUMEL,
+    hold: Hold = _held_already,
 ) -> Decoder:
     """Return the decoder that `model` computes, over its own weights.
 
     model: in eval mode, on one device, with weights.
     run: calls the model with (1, time) int64 token ids; its first tensor are the logits, (1, time, vocabulary).
     num_tokens: length of the observed pass.
+    hold: gives a context in which modules have whole weights, if they do not have them all the time (ZeRO stage 3);
+        one part of the model is held at a time.
 
     Raises NotRecognized.
     """
@@ -89,14 +126,39 @@ def recognize(
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise NotRecognized(f"{type(model).__name__} has no embedding of tokens")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary_of(embedding, embedding.weight), (1, num_tokens), generator=generator).to(
-        embedding.weight.device
-    )
-    calls, logits = observe(model, lambda: run(model, ids))
+    vocabulary, device = vocabulary_of(embedding, embedding.weight), embedding.weight.device
+    ids = torch.empty(0)
+
+    def observed(count: int) -> tuple[list[Call], Tensor]:
+        nonlocal ids
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, vocabulary, (1, count), generator=generator).to(device)
+        return observe(model, lambda: run(model, ids))
+
+    if not learnt_positions(model):
+        num_tokens = _within_tables(model, embedding, observed, num_tokens)
+    calls, logits = fitting(num_tokens, observed)
     parts = parts_of_adapters(model)  # a layer with adapters is one projection, with the merged weight
     calls = [call for call in calls if call.name not in parts]
-    return _Recognition(model, config, calls, ids).decoder(logits)
+    return _Recognition(model, config, calls, ids, hold).decoder(logits)
+
+
+def _within_tables(
+    model: nn.Module, tokens: nn.Embedding, observed: Callable[[int], tuple[list[Call], Tensor]], num_tokens: int
+) -> int:
+    """Return `num_tokens`, or fewer if a table of learnt positions has fewer rows.
+
+    A pass of two tokens tells which tables are read by position: on a GPU a row beyond the end cannot be tried.
+    """
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not tokens]
+    if not any(each.num_embeddings < num_tokens + _FEWEST for each in tables):
+        return num_tokens
+    for call in observed(2)[0]:
+        if isinstance(call.module, nn.Embedding) and call.module is not tokens:
+            first, *others = call.input.flatten().tolist()
+            if others == [first + 1]:
+                num_tokens = min(num_tokens, call.module.num_embeddings - first)
+    return num_tokens
 
 
 @final
@@ -108,19 +170,28 @@ class _Recognition:
     config: object
     calls: list[Call]  # in order of their start
     ids: Tensor  # (1, time) int64
+    hold: Hold
     tables: list[RotaryTables] = attrs.field(factory=list)  # found so far, shared by the blocks
 
     def decoder(self, logits: Tensor) -> Decoder:
         """Return the whole decoder."""
         blocks = self._blocks()
         first, last = blocks[0], blocks[-1]
-        embedding = self._embedding(first)
-        made = tuple(self._block(block) for block in blocks)
+        before = [call for call in self.calls if call.order < first.order and not first.is_inside(call.name)]
+        with self.hold([call.module for call in before]):
+            embedding = self._embedding(first)
+        made = tuple(map(self._block_of, blocks))
         after = [call for call in self.calls if call.order > last.order and not call.is_inside(last.name)]
-        norm_call = next((call for call in after if equal(call.input, last.output) and match_norm(call)), None)
-        norm = None if norm_call is None else match_norm(norm_call)
-        hidden = last.output if norm_call is None else norm_call.output
-        return Decoder(embedding=embedding, blocks=made, norm=norm, head=self._head(after, hidden, logits))
+        with self.hold([call.module for call in after]):
+            norm_call = next((call for call in after if equal(call.input, last.output) and match_norm(call)), None)
+            norm = None if norm_call is None else match_norm(norm_call)
+            hidden = last.output if norm_call is None else norm_call.output
+            head = self._head(after, hidden, logits)
+        return Decoder(embedding=embedding, blocks=made, norm=norm, head=head)
+
+    def _block_of(self, call: Call) -> Block:
+        with self.hold([call.module]):
+            return self._block(call)
 
     # -- the whole -------------------------------------------------------------------------------
 
@@ -252,7 +323,11 @@ class _Recognition:
         norms = [call for call in between if match_norm(call) is not None]
         owners = [call.module for call in loose if qkv[0].is_inside(call.name)] + [block.module]
         constants = Constants.of(owners, self.config)
-        found = matching.match_attention(qkv, out, norms, self._tables(block, loose, constants), constants)
+        tables = self._tables(block, loose, constants)
+        found = matching.match_attention(qkv, out, norms, tables, constants)
+        if found is None and not tables:  # code of the block itself may rotate
+            sizes = matching.guessed_rotary_sizes(math.prod(out.input.shape[2:]))
+            found = matching.match_attention(qkv, out, norms, self._closed_tables(sizes, constants), constants)
         if found is None:
             names = ", ".join(call.name for call in qkv)
             raise NotRecognized(
@@ -271,9 +346,12 @@ class _Recognition:
             table = self._new_tables(made, (one, other), constants)
             if table is not None and table not in found:
                 found.append(table)
-        return found or [
+        return found or self._closed_tables(matching.rotary_sizes(constants), constants)
+
+    def _closed_tables(self, sizes: Sequence[int], constants: Constants) -> list[RotaryTables]:
+        return [
             self._known(matching.tables_of(base, size, self.ids))
-            for size, base in itertools.product(matching.rotary_sizes(constants), matching.bases(constants))
+            for size, base in itertools.product(sizes, matching.bases(constants))
         ]
 
     def _new_tables(

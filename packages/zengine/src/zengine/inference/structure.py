@@ -227,12 +227,14 @@ class Mixture:
     """
 
     router: Projection  # (experts, width)
-    experts: tuple[MLP, ...]
+    experts: tuple[MLP, ...]  # all, or those that this rank holds
     top_k: int
     is_renormalized: bool = False  # the chosen weights are divided by their sum
     factor: float = 1.0  # of the chosen weights
     shared: MLP | None = None  # for all positions
     shared_gate: Projection | None = None  # (1, width): its sigmoid is the weight of the shared one; None: 1
+    first: int = 0  # number of the first expert of `experts`
+    ranks: Ranks | None = None  # that hold the others, and read the same; None: all are here
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (..., width).  Returns the same shape."""
@@ -240,9 +242,13 @@ class Mixture:
         weights, chosen = self.route(flat)
         out = torch.zeros_like(flat)
         for expert in sorted(set(chosen.flatten().tolist())):
+            if not 0 <= expert - self.first < len(self.experts):
+                continue
             row, column = (chosen == expert).nonzero(as_tuple=True)
-            y = self.experts[expert](flat[row]) * weights[row, column, None]
+            y = self.experts[expert - self.first](flat[row]) * weights[row, column, None]
             out.index_add_(0, row, y.to(out.dtype))
+        if self.ranks is not None:
+            out = self.ranks.add_up(out)
         if self.shared is not None:
             common = self.shared(flat)
             out = out + (
@@ -313,7 +319,8 @@ class Embedding:
     """factor * tokens[id] + positions[position + offset], then perhaps a norm."""
 
     tokens: Tensor  # (vocabulary, width); if it is split over ranks, some of the rows
-    lookup: nn.Module | None = None  # that looks up the rows of all ranks; None: `tokens` has all
+    lookup: Callable[[Tensor], Tensor] | None = None  # looks up the rows of all ranks; None: `tokens` has all
+    num_tokens: int = 0  # on all ranks; 0: as many as `lookup`, or `tokens`, has
     factor: float = 1.0
     positions: Tensor | None = None  # (positions, width)
     offset: int = 0
@@ -322,7 +329,7 @@ class Embedding:
     @property
     def vocabulary(self) -> int:
         """Number of tokens, on all ranks."""
-        return vocabulary_of(self.lookup, self.tokens)
+        return self.num_tokens or vocabulary_of(self.lookup, self.tokens)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids, positions: (batch, time) int64.  Returns (batch, time, width)."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.quantized import projections
-from zengine.inference.recognize import NotRecognized, learnt_positions, run_module
+from zengine.inference.recognize import NotRecognized, fitting, learnt_positions, run_module
 from zengine.inference.structure import Decoder
 
 __all__ = ["Verified", "verify"]
@@ -47,15 +47,12 @@ def verify(
 ) -> Verified:
     """Run both on random tokens and compare the logits of every position, also in one pass over `longest` tokens.
 
-    Passes have at most as many tokens as the model has positions.
+    Passes have at most as many tokens as the model has positions, or takes.
 
     Raises NotRecognized if they differ by more than the tolerance of the weights' dtype, or of quantized weights.
     """
-    num_tokens = _fitting(decoder, model, num_tokens)
-    vocabulary, device = decoder.embedding.vocabulary, decoder.embedding.tokens.device
-    ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
-    with torch.no_grad():
-        wanted = run(model, ids)[0].double()
+    ids, wanted = _logits(decoder, model, run, num_tokens, seed)
+    num_tokens = ids.shape[1]
     _verify_long(decoder, model, run, longest, seed)
     steps = DecoderPass(decoder, KVCache.create(decoder, 2, num_tokens))
     whole = steps.forward_all(ids[0], 0)
@@ -69,20 +66,30 @@ def _verify_long(
     decoder: Decoder, model: nn.Module, run: Callable[[nn.Module, Tensor], Any], longest: int, seed: int
 ) -> None:
     """Compare a long prompt and the last tokens one by one: windows and positions may only show there."""
-    num_tokens = _fitting(decoder, model, longest)
-    vocabulary, device = decoder.embedding.vocabulary, decoder.embedding.tokens.device
-    ids = torch.randint(0, vocabulary, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(device)
-    with torch.no_grad():
-        wanted = run(model, ids)[0].double()
+    ids, wanted = _logits(decoder, model, run, longest, seed)
+    num_tokens = ids.shape[1]
     steps, start = DecoderPass(decoder, KVCache.create(decoder, 1, num_tokens)), max(1, num_tokens - _LAST)
     whole = steps.forward_all(ids[0, :start], 0)
     found = torch.cat([whole, *(steps.forward_each(ids[0, at : at + 1], [0]) for at in range(start, num_tokens))])
     _check(_error(found, wanted, decoder), decoder, model, num_tokens)
 
 
-def _fitting(decoder: Decoder, model: nn.Module, num_tokens: int) -> int:
-    """Return `num_tokens`, or as many as the model has positions."""
-    return min(num_tokens, decoder.max_positions or num_tokens, learnt_positions(model) or num_tokens)
+def _logits(
+    decoder: Decoder, model: nn.Module, run: Callable[[nn.Module, Tensor], Any], num_tokens: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return (1, time) random tokens and the module's logits, (time, vocabulary) float64.
+
+    time: `num_tokens`, or as many as the model has positions or takes.
+    """
+    vocabulary, device = decoder.embedding.vocabulary, decoder.embedding.tokens.device
+
+    def attempt(count: int) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(0, vocabulary, (1, count), generator=torch.Generator().manual_seed(seed)).to(device)
+        with torch.no_grad():
+            return ids, run(model, ids)[0].double()
+
+    most = min(num_tokens, decoder.max_positions or num_tokens, learnt_positions(model) or num_tokens)
+    return fitting(most, attempt)
 
 
 def _error(found: Tensor, wanted: Tensor, decoder: Decoder) -> float:

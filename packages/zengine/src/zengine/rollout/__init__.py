@@ -5,8 +5,8 @@
     rewards = [reward(sample.tokens) for sample in rollout.samples]
     batch = rollout.batch(pad_token=0)             # prompt, answer, mask, log-probabilities
 
-Modules, low first: values (what is asked for and returned, by DeepSpeed's names), samples (results), weights (the
-trainer's weights, opened for generation), compare (generation against the trainer), rollouts (the object of an
+Modules, low first: values (what is asked for and returned, by DeepSpeed's names), samples (results), seeds, weights
+(the trainer's weights, opened for generation), compare (generation against the trainer), rollouts (the object of an
 engine), engines (DeepSpeed's interface over it).
 """
 

@@ -8,12 +8,12 @@ divergence", k3).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zengine.inference.recognize import run_module
@@ -32,8 +32,12 @@ class Agreement:
 
 
 @torch.no_grad()
-def log_probs_of(module: nn.Module, samples: Sequence[RolloutSample]) -> list[tuple[float, ...]]:
+def log_probs_of(
+    module: nn.Module, samples: Sequence[RolloutSample], run: Callable[[nn.Module, Tensor], Tensor] = run_module
+) -> list[tuple[float, ...]]:
     """Return the log-probability of each new token of each sample by the module's forward, one sample at a time.
+
+    run: returns the logits, (1, time, vocabulary), of ids, (1, time).
 
     module: in eval mode.  At stage 3 every rank calls, with equally many samples.
     """
@@ -41,7 +45,7 @@ def log_probs_of(module: nn.Module, samples: Sequence[RolloutSample]) -> list[tu
     found = []
     for sample in samples:
         ids = torch.tensor([(*sample.prompt, *sample.tokens)], device=device)
-        logits = run_module(module, ids)[0, len(sample.prompt) - 1 : -1]
+        logits = run(module, ids)[0, len(sample.prompt) - 1 : -1]
         rows = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
         chosen = torch.tensor(sample.tokens, device=device)
         found.append(tuple(rows.gather(1, chosen[:, None])[:, 0].tolist()))

@@ -32,6 +32,7 @@ class RolloutStats:
 
     num_tokens: int  # new ones
     num_decode_steps: int  # passes in which all running sequences got a token
+    num_prefilled: int  # tokens of prompts that were computed: once for all samples, and what is new in later turns
     duration_s: float
     kl: float  # mean of exp(d) - 1 - d over compared tokens, d = log p(trainer) - log p(rollout); 0 without any
     max_delta_log_prob: float  # largest |d|

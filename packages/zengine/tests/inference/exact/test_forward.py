@@ -15,7 +15,7 @@ from zengine.inference.exact.forward import ExactForward, exact_forward
 from zengine.inference.exact.modules import Replaced
 from zengine.inference.recognize import NotRecognized
 
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -28,6 +28,7 @@ SIZES = {
 }
 GROUPS = {"num_key_value_heads": 2}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LLaMA": ("Llama", GROUPS),
     "Qwen3": ("Qwen3", dict(head_dim=16, **GROUPS)),
@@ -38,6 +39,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(logits_scaling=3.0, residual_multiplier=0.7, embedding_multiplier=2.5, **GROUPS),
     ),
     "GPT-2": ("GPT2", NO_DROPOUT),
+    "Mixtral": ("Mixtral", dict(num_local_experts=5, **GROUPS)),
+    "Qwen2-MoE": ("Qwen2Moe", dict(shared_expert_intermediate_size=56, norm_topk_prob=True, **EXPERTS, **GROUPS)),
+    "Qwen3-MoE": ("Qwen3Moe", dict(head_dim=16, **EXPERTS, **GROUPS)),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -86,7 +90,9 @@ def test_generation_and_training_have_the_same_bits(name: str, dtype: torch.dtyp
 @each_model
 def test_gradients_are_as_good_as_those_of_the_module(name: str, dtype: torch.dtype) -> None:
     subject, ids = made(name), draw(3, 40)
-    trained(copy_of := copy.deepcopy(subject).double(), ids)
+    copy_of: Any = copy.deepcopy(subject).double()
+    copy_of.config._experts_implementation = "eager"  # the other one has no float64
+    trained(copy_of, ids)
     wanted = {name: param.grad for name, param in copy_of.named_parameters()}
     subject = subject.to(dtype)
     trained(subject, ids)
@@ -261,12 +267,28 @@ def test_other_dtypes_are_rejected() -> None:
         ExactForward.install(model().double())
 
 
-def test_experts_are_rejected_with_the_name_of_the_block() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(**SIZES, **GROUPS, num_local_experts=4)
-    with pytest.raises(NotExact, match=r"model\.layers\.0\.mlp is no MLP of a known form"):
-        ExactForward.install(transformers.MixtralForCausalLM(config))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"output_router_logits": True}, r"config\.output_router_logits is True, and exact mixtures record none"),
+        ({"router_jitter_noise": 0.1}, r"model\.layers\.0\.mlp\.jitter_noise is 0\.1"),
+    ],
+)
+def test_experts_that_train_otherwise_than_they_generate_are_rejected(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExactForward.install(made("Mixtral", **given))
+
+
+class Squared(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square()
+
+
+def test_an_mlp_of_no_known_form_is_rejected_with_the_name_of_the_block() -> None:
+    subject: Any = made("Mixtral")
+    subject.model.layers[1].mlp = Squared(48, 48)
+    with pytest.raises(NotExact, match=r"model\.layers\.1\.mlp is no MLP of a known form, and no mixture of experts"):
+        ExactForward.install(subject)
 
 
 def test_an_encoder_is_not_recognised() -> None:

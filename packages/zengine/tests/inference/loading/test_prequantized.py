@@ -12,6 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+import zengine.deepspeed as deepspeed
+from zcomm.testing import run_ranks
 from zengine.inference import load_model
 from zengine.inference.loading.prequantized import with_whole_weights
 from zengine.inference.quantized_modules import QuantizedLinear
@@ -39,6 +41,14 @@ COMPRESSED = {
 }
 
 
+BYTES = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}}},
+    "ignore": ["lm_head"],
+}
+
+
 def words(values: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Pack codes of four bits along an axis."""
     moved = np.moveaxis(values, axis, -1).astype(np.uint32)
@@ -61,6 +71,11 @@ def parts_of(method: str, weight: Tensor, seed: int) -> tuple[dict[str, Tensor],
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         made = {"qweight": words(codes.T, 1, order), "qzeros": words(zeros.T, 1, order)}
         return made | {"scales": torch.from_numpy(scales.T.copy())}, values
+    if method == "bytes":
+        codes = rng.integers(-128, 128, (rows, columns))
+        row_scales = rng.uniform(0.0005, 0.002, (rows, 1)).astype(np.float16)
+        made = {"weight": torch.from_numpy(codes.astype(np.int8)), "weight_scale": torch.from_numpy(row_scales)}
+        return made, torch.from_numpy(codes * row_scales.astype(np.float64))
     if method == "compressed":
         shape = torch.tensor([rows, columns])
         return {
@@ -104,6 +119,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "gptq in the order of activations": ("act-order", GPTQ, set()),
     "awq": ("awq", AWQ, {"int8-g64", "int8-row"}),
     "compressed-tensors": ("compressed", COMPRESSED, {"int4"}),
+    "compressed-tensors in bytes": ("bytes", BYTES, {"int8-row"}),
 }
 
 
@@ -123,6 +139,62 @@ def test_a_folder_equals_the_module_with_the_decoded_weights(case: str, tmp_path
         found, expected = loaded.module(IDS).logits, wanted(IDS).logits
     assert (found - expected).norm() <= (0.03 if formats else 0.0) * expected.norm()
     assert loaded.decoder is not None, loaded.reason
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_init_inference_keeps_the_codes_of_a_folder(case: str, tmp_path: Path) -> None:
+    method, config, formats = CASES[case]
+    write(tmp_path, method, config)
+    wanted = load_model(tmp_path, dtype=torch.float32)
+    with torch.device("meta"):
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    for model, given in ((str(tmp_path), {}), (tmp_path, {}), (made, {"checkpoint": str(tmp_path)})):
+        engine = deepspeed.init_inference(model, dtype="fp32", replace_with_kernel_inject=True, **given)
+        layers = [each for each in engine.module.modules() if isinstance(each, QuantizedLinear)]
+        assert len(layers) == (7 if formats else 0)
+        assert torch.equal(engine(IDS).logits, wanted.module(IDS).logits)
+        assert engine._fused is not None
+        tokens = engine.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert tokens.shape == (1, IDS.shape[1] + 3)
+
+
+def _split_codes(folder: Path) -> tuple[bool, int, bool]:
+    """Whether two ranks compute what one does, the quantized layers of this one, and whether it is fused."""
+    given = {"dtype": "fp32", "replace_with_kernel_inject": True, "max_out_tokens": 40}
+    whole = deepspeed.init_inference(folder, given)
+    split = deepspeed.init_inference(folder, {**given, "tensor_parallel": {"tp_size": 2}})
+    layers = [each for each in split.module.modules() if isinstance(each, QuantizedLinear)]
+    assert {each.weight.format for each in layers} == {
+        each.weight.format for each in whole.module.modules() if isinstance(each, QuantizedLinear)
+    }
+    assert sum(each.weight.nbytes for each in layers) < 0.6 * sum(
+        each.weight.nbytes for each in whole.module.modules() if isinstance(each, QuantizedLinear)
+    )
+    return torch.equal(split(IDS).logits, whole(IDS).logits), len(layers), split._fused is not None
+
+
+@pytest.mark.parametrize("case", ["gptq", "awq", "compressed-tensors in bytes"])
+def test_tensor_ranks_split_the_codes_of_a_folder(case: str, tmp_path: Path) -> None:
+    method, config, _ = CASES[case]
+    write(tmp_path, method, config)
+    assert run_ranks(_split_codes, 2, tmp_path) == [(True, 7, True)] * 2
+
+
+def test_init_inference_says_what_to_do_with_models_of_other_quantizers(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.hf_quantizer, model.quantization_method = object(), "gptq"
+    with pytest.raises(
+        ValueError, match=r"Transformers quantized \(gptq\): pass the folder instead, init_inference\("
+    ):
+        deepspeed.init_inference(model, dtype="fp32")
+    write(tmp_path, "gptq", {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ValueError, match=r"quantized by 'bitsandbytes': gptq, awq and compressed-tensors are read"):
+        deepspeed.init_inference(tmp_path)
+    with pytest.raises(ValueError, match=r"got the model '.*' and checkpoint='other': give the weights once"):
+        deepspeed.init_inference(str(tmp_path), checkpoint="other")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no config\.json with a model_type"):
+        deepspeed.init_inference(tmp_path)
 
 
 def test_codes_in_the_order_of_activations_are_quantized_again_if_asked(tmp_path: Path) -> None:
@@ -149,7 +221,11 @@ REJECTED: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "an empty group": (GPTQ | {"group_size": 0}, {}, "group_size is 0, and must be positive"),
     "another version": (AWQ | {"version": "gemv"}, {}, "its awq layout cannot be read: version 'gemv'; gemm is read"),
     "eight bits of AWQ": (AWQ | {"bits": 8}, {}, "8 bits; 4 are read"),
-    "floats": (COMPRESSED | {"format": "float-quantized"}, {}, "format float-quantized; pack-quantized is read"),
+    "floats": (
+        COMPRESSED | {"format": "float-quantized"},
+        {},
+        "format float-quantized; pack-quantized and int-quan",
+    ),
     "weights of floats": (
         COMPRESSED | {"config_groups": {"a": {"weights": WEIGHTS | {"type": "float"}}}},
         {},

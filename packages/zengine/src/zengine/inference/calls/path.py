@@ -26,7 +26,7 @@ from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
 from zpartition import ModelParallelGroup
 
-__all__ = ["FusedPath", "recognized", "reject_prompt"]
+__all__ = ["FusedPath", "deciding_ranks", "recognized", "reject_prompt"]
 
 log = logging.getLogger("zengine")
 
@@ -34,12 +34,12 @@ log = logging.getLogger("zengine")
 def recognized(module: nn.Module, asked_by: str = "replace_with_kernel_inject") -> Decoder | None:
     """Return the decoder that `module` computes, verified against it; None, with the reason logged, if it is none.
 
-    module: in eval mode, with plain weights.  If its layers are split over tensor-parallel ranks, this is collective:
-        all return a decoder over their parts, or all None.
+    module: in eval mode, with plain weights.  If its layers or experts are split over ranks, this is collective: all
+        return a decoder over their parts, or all None.
     asked_by: key of a config, for messages.
     """
     try:
-        decoder = _agreed(module, zpartition.model_parallel_group_of(module))
+        decoder = _agreed(module, deciding_ranks(module))
         found = verify(decoder, module)
     except (ValueError, LookupError, TypeError, RuntimeError) as error:  # the probe calls module(ids)
         log.warning("%s: %s is not fused, and its own forward runs: %s", asked_by, type(module).__name__, error)
@@ -52,6 +52,12 @@ def recognized(module: nn.Module, asked_by: str = "replace_with_kernel_inject") 
         *(", ".join(opaque) or "none", max(found.prompt_error, found.decode_error)),
     )
     return decoder
+
+
+def deciding_ranks(module: nn.Module) -> ModelParallelGroup:
+    """Return the ranks that decode together, and choose one token: those that split layers, or experts."""
+    layers = zpartition.model_parallel_group_of(module)
+    return max([layers, *zpartition.expert_shards_of(module).values()], key=lambda each: each.size)
 
 
 def _agreed(module: nn.Module, ranks: ModelParallelGroup) -> Decoder:

@@ -4,17 +4,19 @@ Transformers prepares prompts, masks, logits processors and stopping criteria, a
 given (`custom_generate`).  The loop here computes logits by the fused path and chooses tokens as Transformers' own
 does, so results are equal token by token, drawn ones too.  Padding is left out instead of masked.
 
-What the loop cannot do (beams, assisted decoding, hidden states, prompts as embeddings, ...) runs by the module's
-forward, whose layers are quantized as well; the argument is logged once.
+Beams are searched by Transformers' loop over a cache of ours (decoder_cache.py).  What neither can do (assisted
+decoding, hidden states, prompts as embeddings, ...) runs by the module's forward, whose layers are quantized as well;
+the argument is logged once.
 
-Tensor ranks choose one token: rank 0's scores and random state are those of all.
+Tensor ranks choose one token: rank 0's scores and random state are those of all.  So do expert ranks, which decode
+the same prompts (`same_on_all`), since each computes the terms of its own experts.
 
-Rejected: a Transformers cache class (its layout and calls change between versions, and each layer would still be
-called from Python).
+Rejected: Transformers' loop for all calls (it prepares masks and positions anew for every token).
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -32,7 +34,9 @@ from zengine.inference.sampling import Sampling
 from zpartition import ModelParallelGroup
 from zpartition.tensor import agree_on_random_numbers
 
-__all__ = ["SameOnAllRanks", "fused_generate", "own_generate", "share_random_state", "unfused_argument"]
+__all__ = [
+    *("SameOnAllRanks", "fused_generate", "own_generate", "same_on_all", "share_random_state", "unfused_argument"),
+]
 
 _OWN = [
     "max_new_tokens",
@@ -314,6 +318,28 @@ class SameOnAllRanks:
         scores = scores.contiguous().clone()
         zcomm.broadcast(scores, self.group, source=0, label="scores")
         return scores
+
+
+def same_on_all(given: Mapping[str, Any], group: ProcessGroup | None) -> bool:
+    """Return whether the ranks of a group have the same prompts, masks, numbers and flags.  Collective."""
+    lines = [f"{name}: {_digest(value)}" for name, value in sorted(given.items())]
+    found = zcomm.all_gather_object(lines, group)
+    return all(each == found[0] for each in found)
+
+
+def _digest(value: object) -> str:
+    """Return a text that is the same for equal values of generate's arguments, and for equal kinds of objects."""
+    if isinstance(value, Tensor):
+        content = value.detach().to("cpu").contiguous().view(-1)
+        return hashlib.sha256(repr((tuple(value.shape), content.tolist())).encode()).hexdigest()
+    if hasattr(value, "to_dict"):  # a GenerationConfig
+        return _digest(value.to_dict())
+    if isinstance(value, Mapping):
+        return repr([(str(name), _digest(each)) for name, each in value.items()])
+    if isinstance(value, (list, tuple)):
+        return repr([_digest(each) for each in value])
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if is_plain else type(value).__name__
 
 
 def share_random_state(group: ProcessGroup | None, device: torch.device) -> None:

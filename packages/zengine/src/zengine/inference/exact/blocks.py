@@ -6,6 +6,7 @@ and adapters run, or from the decoder's tensors), and the attention (over whole 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol, final
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from zengine.inference.exact.attention import AttentionRule
 from zengine.inference.exact.operators import activate, linear, normalize
-from zengine.inference.exact.products import Products
+from zengine.inference.exact.products import Products, pad_rows
 from zengine.inference.structure import (
     MLP,
     Attention,
@@ -23,6 +24,7 @@ from zengine.inference.structure import (
     Decoder,
     Embedding,
     Head,
+    Mixture,
     MLPInput,
     Norm,
     Projection,
@@ -31,7 +33,7 @@ from zengine.inference.structure import (
 
 __all__ = [
     *("HeadRule", "BlockParts", "PositionTables", "WeightParts"),
-    *("embed", "finished", "logits_of", "rule_of", "run_block"),
+    *("embed", "finished", "logits_of", "rule_of", "run_block", "run_mixture"),
 ]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys, values -> (batch, time, heads * size)
@@ -50,6 +52,10 @@ class BlockParts(Protocol):
         """Return the shape and dtype of x."""
         ...
 
+    def mix(self, mixture: Mixture, x: Tensor) -> Tensor:
+        """Return the shape and dtype of x: what `run_mixture` computes."""
+        ...
+
 
 @final
 @attrs.frozen(eq=False)
@@ -61,12 +67,18 @@ class WeightParts:
     def project(self, projection: Projection, x: Tensor) -> Tensor:
         """Apply (out, in) weights.  Raises TypeError for quantized ones."""
         if not isinstance(projection.weight, Tensor):
-            raise TypeError(f"{projection.name} is quantized; exact operators need float32 or bfloat16 weights")
+            raise TypeError(
+                f"{projection.name} is quantized; exact operators need float32, bfloat16 or float16 weights"
+            )
         return linear(self.products, x, projection.weight, projection.bias)
 
     def normalize(self, norm: Norm, x: Tensor) -> Tensor:
         """Apply a norm."""
         return normalize(norm, x)
+
+    def mix(self, mixture: Mixture, x: Tensor) -> Tensor:
+        """Apply a mixture of experts."""
+        return run_mixture(self, mixture, x)
 
 
 @final
@@ -133,8 +145,8 @@ def run_block(parts: BlockParts, block: Block, x: Tensor, attend: Attend) -> Ten
     given = {MLPInput.RESIDUAL: residual, MLPInput.BLOCK: x, MLPInput.ATTENTION: source}[block.mlp_input]
     if block.mlp_norm is not None:
         given = parts.normalize(block.mlp_norm, given)
-    assert isinstance(block.mlp, MLP)
-    added = _mlp(parts, block.mlp, given)
+    assert isinstance(block.mlp, (MLP, Mixture))
+    added = parts.mix(block.mlp, given) if isinstance(block.mlp, Mixture) else _mlp(parts, block.mlp, given)
     if block.mlp_out_norm is not None:
         added = parts.normalize(block.mlp_out_norm, added)
     return _add(residual, added, block.mlp_factor)
@@ -157,6 +169,36 @@ def _mlp(parts: BlockParts, mlp: MLP, x: Tensor) -> Tensor:
     if mlp.gate is None:
         return parts.project(mlp.down, activate(mlp.act, up))
     return parts.project(mlp.down, activate(mlp.act, parts.project(mlp.gate, x)) * up)
+
+
+def run_mixture(parts: BlockParts, mixture: Mixture, x: Tensor) -> Tensor:
+    """Return the output of a mixture of experts; x: (..., width).
+
+    A position's experts are added in the order of their numbers, so its sum does not depend on other positions.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    weights, chosen = _route(parts, mixture, flat)
+    out = torch.zeros_like(flat)
+    for expert in sorted(set(chosen.flatten().tolist())):
+        row, column = (chosen == expert).nonzero(as_tuple=True)
+        y = _mlp(parts, mixture.experts[expert], flat[row]) * weights[row, column, None]
+        out = out.index_add(0, row, y.to(out.dtype))
+    if mixture.shared is not None:
+        common = _mlp(parts, mixture.shared, flat)
+        if mixture.shared_gate is not None:
+            common = activate(torch.sigmoid, parts.project(mixture.shared_gate, flat)) * common
+        out = out + common
+    return out.view(x.shape)
+
+
+def _route(parts: BlockParts, mixture: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights and numbers of the chosen experts, (n, top_k) each, of x, (n, width)."""
+    outputs = pad_rows(parts.project(mixture.router, x))
+    probabilities = torch.softmax(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), dim=-1)
+    weights, chosen = probabilities[: x.shape[0]].topk(mixture.top_k, dim=-1)
+    if mixture.is_renormalized:
+        weights = weights / functools.reduce(torch.add, weights.unbind(-1)).unsqueeze(-1)  # in one order
+    return (weights * mixture.factor).to(x.dtype), chosen
 
 
 def _add(x: Tensor, written: Tensor, factor: float) -> Tensor:

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zengine.inference.exact.blocks import HeadRule, finished
+from zengine.inference.exact.modules import owner_of
 from zengine.inference.matching import Constants
 from zengine.inference.observe import Call, observe, tensors_in
-from zengine.inference.structure import MLP, Decoder, Embedding, Head
+from zengine.inference.quantized import projections
+from zengine.inference.recognize import fitting
+from zengine.inference.structure import MLP, Decoder, Embedding, Head, Mixture
 
 __all__ = ["NotExact", "exact_decoder"]
 
@@ -38,10 +41,15 @@ def exact_decoder(module: nn.Module, decoder: Decoder, run: Run) -> tuple[Decode
     """
     _check_blocks(decoder)
     _check_dropout(module)
-    time = min(24, decoder.max_positions or 24)
-    generator = torch.Generator().manual_seed(1)
-    device = decoder.embedding.tokens.device
-    ids = torch.randint(0, decoder.embedding.tokens.shape[0], (1, time), generator=generator).to(device)
+    tokens = decoder.embedding.tokens
+    ids = tokens.new_empty(0)
+
+    def observed(count: int) -> tuple[list[Call], Tensor]:
+        nonlocal ids
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, tokens.shape[0], (1, count), generator=generator).to(tokens.device)
+        return observe(module, lambda: run(module, ids))
+
     returned: dict[str, Any] = {}
     handles = [
         module.get_submodule(block.name).register_forward_hook(
@@ -50,7 +58,7 @@ def exact_decoder(module: nn.Module, decoder: Decoder, run: Run) -> tuple[Decode
         for block in decoder.blocks
     ]
     try:
-        calls, logits = observe(module, lambda: run(module, ids))
+        calls, logits = fitting(min(24, decoder.max_positions or 24), observed)
     finally:
         for handle in handles:
             handle.remove()
@@ -63,19 +71,25 @@ def exact_decoder(module: nn.Module, decoder: Decoder, run: Run) -> tuple[Decode
 
 def _check_blocks(decoder: Decoder) -> None:
     for block in decoder.blocks:
-        if not isinstance(block.mlp, MLP):
-            what = f"{block.name}.mlp is no MLP of a known form (experts, perhaps)"
+        if not isinstance(block.mlp, (MLP, Mixture)):
+            what = f"{block.name}.mlp is no MLP of a known form, and no mixture of experts of one"
             raise NotExact(f"{what}, so rollout.exact cannot compute it")
-    projections = [each for block in decoder.blocks for each in block.projections]
-    for each in (*projections, decoder.head.projection):
+        if isinstance(block.mlp, Mixture) and owner_of(block.mlp) in (block.name, ""):
+            raise NotExact(f"the router of {block.name} is in no module together with its experts")
+    for each in projections(decoder):
         if not isinstance(each.weight, Tensor):
-            raise NotExact(f"{each.name} is quantized; rollout.exact needs float32 or bfloat16 weights")
+            raise NotExact(f"{each.name} is quantized; rollout.exact needs float32, bfloat16 or float16 weights")
 
 
 def _check_dropout(module: nn.Module) -> None:
+    if getattr(getattr(module, "config", None), "output_router_logits", False):
+        raise NotExact(
+            f"{type(module).__name__}.config.output_router_logits is True, and exact mixtures record none for the "
+            "auxiliary loss: set it to False"
+        )
     for name, child in module.named_modules():
         own = [("p", child.p)] if isinstance(child, nn.modules.dropout._DropoutNd) else []
-        named = [row for row in vars(child).items() if "dropout" in row[0] or "pdrop" in row[0]]
+        named = [row for row in vars(child).items() if any(each in row[0] for each in ("dropout", "pdrop", "jitter"))]
         for key, value in (*own, *named):
             if isinstance(value, float) and value > 0:
                 raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 from zengine.adapters.foreign import adapted
 from zengine.adapters.update import Adapted
+from zengine.inference.exact.blocks import run_mixture
 from zengine.inference.exact.operators import linear, normalize_with
 from zengine.inference.exact.products import Products
-from zengine.inference.structure import Norm, Projection
+from zengine.inference.structure import Mixture, Norm, Projection
 
-__all__ = ["ModuleParts", "Replaced", "check_dtype", "evaluating", "perturbed"]
+__all__ = ["ModuleParts", "Replaced", "check_dtype", "evaluating", "owner_of", "perturbed"]
 
 Forward = Callable[..., Any]
 
@@ -75,13 +77,14 @@ class Replaced:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put all modules into eval mode, and each back into its own."""
-    before = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     try:
-        model.eval()
+        if training:
+            model.eval()
         yield
     finally:
-        for module, was_training in before:
-            module.training = was_training
+        for module in training:
+            module.training = True
 
 
 @contextlib.contextmanager
@@ -117,18 +120,63 @@ class ModuleParts:
     model: nn.Module
     products: Products
     replaced: Replaced = attrs.field(factory=Replaced)
-    called: dict[str, nn.Module] = attrs.field(factory=dict)  # by name
+    called: dict[str, Callable[[Tensor], Tensor]] = attrs.field(factory=dict)  # modules, and stacked experts, by name
+    unbound: dict[tuple[int, str], tuple[Tensor, ...]] = attrs.field(factory=dict)  # of the mixture that runs
 
     def project(self, projection: Projection, x: Tensor) -> Tensor:
         """Call the module, with its adapters."""
-        return self.called[projection.name](x)  # type: ignore[no-any-return]
+        return self.called[projection.name](x)
 
     def normalize(self, norm: Norm, x: Tensor) -> Tensor:
         """Call the module."""
-        return self.called[norm.name](x)  # type: ignore[no-any-return]
+        return self.called[norm.name](x)
+
+    def mix(self, mixture: Mixture, x: Tensor) -> Tensor:
+        """Call the module that has the router and the experts."""
+        return self.called[owner_of(mixture)](x)
+
+    def add_mixture(self, mixture: Mixture) -> None:
+        """Replace the forward of a mixture of experts, and those of its layers."""
+        for mlp in (*mixture.experts, mixture.shared):
+            for each in () if mlp is None else (mlp.gate, mlp.up, mlp.down):
+                if each is not None:
+                    self.add_projection(each)
+        for each in (mixture.router, mixture.shared_gate):
+            if each is not None:
+                self.add_projection(each)
+
+        def forward(x: Tensor) -> Tensor:
+            self.unbound.clear()
+            try:
+                return run_mixture(self, mixture, x)
+            finally:
+                self.unbound.clear()
+
+        owner = self.model.get_submodule(owner_of(mixture))
+        self.called[owner_of(mixture)] = owner
+        self.replaced.replace(owner, forward)
+
+    def _add_stacked(self, projection: Projection) -> bool:
+        """Read one expert of a stacked parameter; return whether the projection is one."""
+        path, _, number = projection.name.rpartition(".")
+        parent, _, name = path.rpartition(".")
+        owner = self.model.get_submodule(parent)
+        if not number.isdecimal() or not isinstance(owner._parameters.get(name), Tensor):
+            return False
+
+        def project(x: Tensor) -> Tensor:
+            key = id(owner), name
+            if key not in self.unbound:
+                self.unbound[key] = getattr(owner, name).unbind(0)  # whose gradients are stacked once
+            return linear(self.products, x, self.unbound[key][int(number)])
+
+        self.called[projection.name] = project
+        return True
 
     def add_projection(self, projection: Projection) -> None:
         """Replace the forward of a linear module, with its adapters if it has some."""
+        if self._add_stacked(projection):
+            return
         module = self.model.get_submodule(projection.name)
         self.called[projection.name] = module
         if (layer := adapted(module)) is not None:
@@ -172,6 +220,13 @@ class ModuleParts:
         self.replaced.replace(module, forward)
 
 
+def owner_of(mixture: Mixture) -> str:
+    """Return the name of the module that has the router and the experts."""
+    names = [mixture.router.name, *(each.down.name for each in mixture.experts)]
+    parts = zip(*(name.split(".")[:-1] for name in names))
+    return ".".join(same[0] for same in itertools.takewhile(lambda each: len(set(each)) == 1, parts))
+
+
 def _bias_of(module: nn.Module) -> Tensor | None:
     bias = getattr(module, "bias", None)
     return bias if isinstance(bias, Tensor) else None
@@ -180,9 +235,9 @@ def _bias_of(module: nn.Module) -> Tensor | None:
 def check_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the weights.  Raises ValueError if exact operators do not have it."""
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
-    found = [dtype for dtype in dtypes if dtype not in (torch.float32, torch.bfloat16)]
+    found = [dtype for dtype in dtypes if dtype not in (torch.float32, torch.bfloat16, torch.float16)]
     if found:
         raise ValueError(
-            f"rollout.exact got weights of {found[0]}; exact operators are made for float32 and bfloat16"
+            f"rollout.exact got weights of {found[0]}; exact operators are made for float32, bfloat16 and float16"
         )
     return next(iter(dtypes), torch.float32)

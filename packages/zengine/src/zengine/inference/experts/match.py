@@ -4,6 +4,9 @@ The module is matched as all others are: by what it computes.  Experts are stack
 which each is an MLP; the router is a linear call on the same input that has an output for each expert.  What remains
 (number of chosen experts, renormalized weights, a shared expert, its gate) is tried until the output is that of the
 module.
+
+Of stacks over expert-parallel ranks a copy with the experts of all is matched, one layer at a time, so that no rank's
+search depends on messages; the result has this rank's experts, and the ranks that hold the others.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+import zpartition
 from zengine.inference.experts.separate import activation_of, stack_of
 from zengine.inference.matching import Constants, closest, equal, match_mlp, projection
 from zengine.inference.observe import Call, observe
-from zengine.inference.structure import MLP, Mixture, Projection
+from zengine.inference.structure import MLP, Mixture, Over, Projection, Ranks
+from zpartition.experts import whole_hf_experts
 
 __all__ = ["match_mixture"]
 
@@ -50,7 +55,33 @@ def match_mixture(unit: Call, inside: Sequence[Call], config: object) -> Mixture
         for each in found
         for form in _forms(each, shared[each.path], is_likely=is_likely)
     )
-    return closest(unit.output, forms)
+    found_form = closest(unit.output, forms)
+    return None if found_form is None else _own_part(found_form, unit)
+
+
+def _own_part(mixture: Mixture, unit: Call) -> Mixture:
+    """Return the mixture over what this rank holds, if its experts are over several."""
+    for param, group in zpartition.expert_shards_of(unit.module).items():
+        name = param.rpartition(".")[0]
+        path, module = f"{unit.name}.{name}", unit.module.get_submodule(name)
+        if not mixture.experts[0].up.name.startswith(f"{path}."):
+            continue
+        share = len(mixture.experts) // group.size
+        first = group.rank * share
+        held = functools.partial(_held, module=module, path=path, first=first)
+        own = tuple(
+            attrs.evolve(each, up=held(each.up), down=held(each.down), gate=each.gate and held(each.gate))
+            for each in mixture.experts[first : first + share]
+        )
+        return attrs.evolve(mixture, experts=own, first=first, ranks=Ranks(Over.COLUMNS, group))
+    return mixture
+
+
+def _held(projection: Projection, module: nn.Module, path: str, first: int) -> Projection:
+    """Return a projection of the whole stack with the weight in `module`, called `path`, which holds a part."""
+    name, number = projection.name.removeprefix(f"{path}.").rsplit(".", 1)
+    index = int(number) - first
+    return Projection(f"{path}.{name}.{index}", getattr(module, name)[index])
 
 
 def _computed(form: Mixture, x: Tensor) -> Tensor:
@@ -107,6 +138,7 @@ def _experts(unit: Call) -> Iterator[tuple[str, tuple[MLP, ...]]]:
     """Yield (name, experts) of the stacks and lists within a call."""
     for name, module in unit.module.named_modules():
         path = f"{unit.name}.{name}"
+        module = whole_hf_experts(module) or module
         stack = stack_of(module)
         if stack is not None:
             number, act = len(getattr(module, stack.down)), activation_of(module, stack)

@@ -66,6 +66,8 @@ def stack_of(module: nn.Module) -> Stack | None:
     """Return the order of stacked experts by names and shapes; None if `module` has none, or other parameters."""
     if isinstance(module, SeparateExperts):
         return module.stack
+    if hasattr(module, "num_global_experts"):
+        return None  # over expert-parallel ranks: zpartition.experts.whole_hf_experts has all of them
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     if not _choice_of(module) or any(len(shape) != 3 for shape in shapes.values()):
         return None
@@ -79,8 +81,8 @@ def stack_of(module: nn.Module) -> Stack | None:
         return None
     number, width, grown = shapes[stack.down]
     rows = 2 * grown if stack.is_fused else grown
-    if getattr(module, "num_experts", None) != number or hasattr(module, "num_global_experts"):
-        return None  # over expert-parallel ranks, or of another kind
+    if getattr(module, "num_experts", None) != number:
+        return None
     fits = shapes[stack.up] == (number, rows, width) and shapes.get(stack.gate, (number, grown, width))[1] == grown
     return stack if fits else None
 

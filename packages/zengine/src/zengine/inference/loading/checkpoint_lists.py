@@ -2,8 +2,10 @@
 
     {"type": "ds_model", "checkpoints": ["a.pt", "b.pt"], "version": 1.0, "base_dir": "weights"}
 
-Each file holds whole tensors, and all of them together those of the model.  Lists whose files hold parts of tensors,
-for the ranks of tensor parallelism, are rejected: neither list nor files say along which dim a tensor was cut.
+All files together hold the tensors of the model.  With `tp_size` (or `mp_size`) above 1 a tensor may be in as many
+files, a part of it or a copy in each, in the order of the ranks (parts.py joins them):
+
+    {"type": "Megatron", "checkpoints": ["mp_rank_00.pt", "mp_rank_01.pt"], "version": 2.0, "tp_size": 2}
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class CheckpointList:
 
     origin: str  # for errors
     files: tuple[Path, ...]
+    num_ranks: int = 1  # files of one tensor, at most
+    has_thirds: bool = False  # parts of Megatron's first version, in which queries, keys and values follow each other
 
 
 def is_checkpoint_list(given: object) -> TypeGuard[Mapping[str, Any] | str | os.PathLike[str]]:
@@ -51,7 +55,7 @@ def read_checkpoint_list(given: Mapping[str, Any] | str | os.PathLike[str], base
 
     base_dir: of the files, if the list names none; else that of the JSON file or the working directory.
 
-    Raises ValueError for another type, unknown keys, and files that hold parts of tensors; FileNotFoundError.
+    Raises ValueError for another type, unknown keys, and a tp_size that is none; FileNotFoundError.
     """
     listed, origin, beside = (given, "checkpoint", Path()) if isinstance(given, Mapping) else _read_json(Path(given))
     if unknown := sorted(set(listed) - _KEYS):
@@ -60,11 +64,12 @@ def read_checkpoint_list(given: Mapping[str, Any] | str | os.PathLike[str], base
     if not isinstance(kind, str) or kind.lower() not in _TYPES:
         raise ValueError(f"{origin} has the type {kind!r}: use 'ds_model', 'BLOOM' or 'Megatron'")
     names = _names(listed.get("checkpoints"), origin)
-    _check_whole(listed, kind.lower(), names, origin)
+    ranks, is_megatron = _num_ranks(listed, kind.lower(), names, origin), kind.lower() == "megatron"
     folder = listed.get("base_dir") or listed.get("checkpoint_dir") or base_dir
     if not isinstance(folder, (str, os.PathLike)):
         raise ValueError(f"{origin} has the base_dir {folder!r}: pass a path")
-    return CheckpointList(origin, tuple(_locate(name, Path(folder) if folder else None, beside) for name in names))
+    files = tuple(_locate(name, Path(folder) if folder else None, beside) for name in names)
+    return CheckpointList(origin, files, ranks, has_thirds=is_megatron and not _version(listed, origin))
 
 
 def _known() -> str:
@@ -96,17 +101,28 @@ def _names(value: Any, origin: str) -> list[str]:
     return list(names)
 
 
-def _check_whole(listed: Mapping[str, Any], kind: str, names: list[str], origin: str) -> None:
-    """Raise ValueError if the files hold parts of tensors."""
-    split = listed.get("parallelization", "pp") == "tp" or isinstance(listed.get("checkpoints"), Mapping)
-    ranks = listed.get("tp_size", listed.get("mp_size", len(names) if split or kind == "megatron" else 1))
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 0:
+def _num_ranks(listed: Mapping[str, Any], kind: str, names: list[str], origin: str) -> int:
+    """Return the tensor-parallel ranks that the files are of."""
+    checkpoints = listed.get("checkpoints")
+    split = _names(checkpoints["tp"], origin) if isinstance(checkpoints, Mapping) and checkpoints.get("tp") else names
+    is_split = listed.get("parallelization", "pp") == "tp" or split is not names or kind == "megatron"
+    given = [listed[key] for key in ("tp_size", "mp_size") if listed.get(key)]
+    ranks = given[0] if given else len(split) if is_split else 1
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"{origin} has the tp_size {ranks!r}: it must be a whole number")
-    if ranks > 1 and (split or kind == "megatron"):
+    if len(split) % ranks and ranks > 1:
         raise ValueError(
-            f"{origin} lists the parts of {ranks} tensor-parallel ranks, without saying how tensors were cut: pass "
-            "whole weights, such as the model's Hugging Face folder; every rank reads its own part of them"
+            f"{origin} has the tp_size {ranks} and {len(split)} files: all ranks must have equally many files"
         )
+    return ranks
+
+
+def _version(listed: Mapping[str, Any], origin: str) -> float:
+    """Return the version of the layout of Megatron's files: 0, 1 or 2."""
+    version = listed.get("version", 0)
+    if isinstance(version, bool) or version not in (0, 1, 2):
+        raise ValueError(f"{origin} has the version {version!r}: Megatron's files are of version 0, 1 or 2")
+    return float(version)
 
 
 def _locate(name: str, folder: Path | None, beside: Path) -> Path:

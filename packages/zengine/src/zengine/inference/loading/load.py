@@ -26,7 +26,7 @@ from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
 from zprecision.quant import Format, format_named
 
-__all__ = ["LoadedModel", "fill", "load_model"]
+__all__ = ["LoadedModel", "empty_model", "fill", "load_model"]
 
 log = logging.getLogger("zengine")
 
@@ -89,6 +89,21 @@ def load_model(
         wanted = dtype if module is not None else _compute_dtype(dtype, source, format is not None)
         made = _module(module, source.config, source.origin, wanted, len(source.tensors))
         return _finished(made, fill(made, source, choose, place), source.folder)
+
+
+def empty_model(path: Given, base_dir: str = "") -> nn.Module:
+    """Return Transformers' model for the config beside the weights at `path`, on the meta device.
+
+    Its quantization_config is left out: layers are linear, and get the codes of the files when these are read.
+
+    Raises ValueError and CheckpointError as `load_model`.
+    """
+    packed = None if isinstance(path, Mapping) else find_packed(Path(base_dir, path))
+    if packed is not None:
+        return _build(read_config(packed.path), str(packed.path), torch.float32, len(packed.checkpoint(0).names()))
+    with open_source(path, base_dir) as source:
+        stored = _compute_dtype(None, source, is_asked=False)
+        return _build(source.config, source.origin, stored, len(source.tensors))
 
 
 def fill(

@@ -26,6 +26,7 @@ from zprecision.quant import (
     QuantizedTensor,
     read_awq,
     read_compressed,
+    read_compressed_bytes,
     read_gptq,
     read_header,
 )
@@ -200,8 +201,9 @@ def _compressed(config: Mapping[str, Any]) -> _Method:
     groups = config.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, Mapping) else []
     layouts = {config.get("format"), *(each.get("format") for each in schemes if isinstance(each, Mapping))} - {None}
-    if layouts != {"pack-quantized"}:
-        raise ValueError(f"format {', '.join(sorted(map(str, layouts))) or 'unnamed'}; pack-quantized is read")
+    if not layouts or not layouts <= {"pack-quantized", "int-quantized", "naive-quantized"} or len(layouts) > 1:
+        named = ", ".join(sorted(map(str, layouts))) or "unnamed"
+        raise ValueError(f"format {named}; pack-quantized and int-quantized are read")
     weights = [each.get("weights") for each in schemes if isinstance(each, Mapping)]
     for each in weights:
         if not isinstance(each, Mapping) or each.get("type", "int") != "int" or each.get("num_bits") not in (4, 8):
@@ -209,6 +211,8 @@ def _compressed(config: Mapping[str, Any]) -> _Method:
     widths = sorted({each["num_bits"] for each in weights if isinstance(each, Mapping)})
     if not widths:
         raise ValueError("config_groups is missing")
+    if layouts != {"pack-quantized"}:
+        return _compressed_bytes()
 
     def shape(parts: Parts) -> tuple[int, int]:
         outputs, _ = _sizes(parts, "weight_packed")
@@ -231,3 +235,18 @@ def _compressed(config: Mapping[str, Any]) -> _Method:
 
     names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     return _Method("weight_packed", names, shape, read)
+
+
+def _compressed_bytes() -> _Method:
+    """Codes of a byte each."""
+
+    def shape(parts: Parts) -> tuple[int, int]:
+        outputs, inputs = _sizes(parts, "weight")
+        return outputs, inputs
+
+    def read(parts: Parts, _shape: tuple[int, int]) -> GroupedCodes:
+        return read_compressed_bytes(_whole(parts))
+
+    # scales of activations are left out: products here round activations by their own
+    names = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
+    return _Method("weight_scale", names, shape, read)

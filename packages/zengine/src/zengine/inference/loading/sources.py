@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zengine.inference.loading import gguf
 from zengine.inference.loading.checkpoint_lists import CheckpointList, is_checkpoint_list, read_checkpoint_list
+from zengine.inference.loading.parts import PartedTensor
 from zengine.inference.loading.prequantized import with_saved_codes, with_whole_weights
 from zengine.inference.loading.stored import StoredTensor, Tensors, sides_of
 
@@ -128,19 +129,35 @@ def _open_gguf(path: Path) -> Iterator[Source]:
 def _open_list(found: CheckpointList) -> Iterator[Source]:
     import zckpt.interchange
 
-    tensors: dict[str, StoredTensor] = {}
+    held: dict[str, list[tuple[str, StoredTensor]]] = {}  # files and tensors, by name
     with contextlib.ExitStack() as stack:
         for path in found.files:
             weights = stack.enter_context(zckpt.interchange.read_weights(path))
-            if twice := sorted(set(weights) & set(tensors)):
-                raise ValueError(
-                    f"{path} and another file of {found.origin} both hold {twice[0]!r}: the files of a list must "
-                    "hold different tensors; parts of one are not joined, as the list does not say how it was cut"
-                )
-            tensors.update({name: weights[name] for name in weights})
+            for name in weights:
+                held.setdefault(name, []).append((path.name, weights[name]))
+        tensors = {name: _listed(name, each, found) for name, each in held.items()}
         folder = found.files[0].parent
         whole = with_saved_codes(tensors, found.origin)
         yield Source(origin=found.origin, tensors=whole, config=read_config(folder), folder=folder)
+
+
+def _listed(name: str, held: list[tuple[str, StoredTensor]], found: CheckpointList) -> StoredTensor:
+    """Return a tensor that one file of a list has, or one for each rank.  Raises ValueError for other numbers."""
+    files, tensors = tuple(file for file, _ in held), tuple(tensor for _, tensor in held)
+    if len(tensors) == 1:
+        return tensors[0]
+    if len(tensors) != found.num_ranks:
+        raise ValueError(
+            f"{files[1]} and another file of {found.origin} both hold {name!r}: a tensor must be in one file or, in "
+            f'parts, in tp_size = {found.num_ranks} of them, and is in {len(tensors)}; pass {{"tp_size": ...}} if '
+            "these are the files of tensor-parallel ranks"
+        )
+    if name.endswith(".weight.header"):
+        raise ValueError(
+            f"{found.origin}: {name.removesuffix('.header')!r} is quantized in parts, which are not joined: pass "
+            "the model's plain weights, or a folder of save_mp_checkpoint_path"
+        )
+    return PartedTensor(name, found.origin, files, tensors, found.has_thirds)
 
 
 # -- zckpt ---------------------------------------------------------------------------------------

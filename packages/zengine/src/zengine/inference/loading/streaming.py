@@ -27,6 +27,7 @@ from zengine.inference.loading import weights
 from zengine.inference.loading.stored import StoredTensor, Tensors, exact_codes
 from zengine.inference.quantized import OUTLIER, LayerError, QuantizationReport, quantize_weight
 from zengine.inference.quantized_modules import linear_weights, put_quantized
+from zengine.progress import progress
 from zprecision.quant import Format, Int8, format_name, pack
 
 __all__ = ["ChooseFormat", "stream"]
@@ -55,7 +56,12 @@ def stream(
     if any(not layer.name for layer in layers):
         raise ValueError(f"{type(module).__name__} is one layer; pass the module that contains it")
     filling = _LayerFiller(tensors, _aliases(module), device)
-    rows = {layer.name: row for layer in layers if (row := filling.place(module, layer, choose(layer.name)))}
+    rows: dict[str, LayerError] = {}
+    with progress("loading layers", len(layers)) as advance:
+        for layer in layers:
+            row = filling.place(module, layer, choose(layer.name))
+            rows |= {layer.name: row} if row else {}
+            advance()
     kept = _outliers(rows) if outliers else []
     for layer in layers:
         if layer.name in kept:

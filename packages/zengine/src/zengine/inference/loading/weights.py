@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zpartition
 from zengine.checkpoint.huggingface import to_module_names
+from zengine.inference.loading.parts import join_parts
 from zengine.inference.loading.sources import Given, open_source
 from zengine.inference.loading.stored import QuantizedSlice
 
@@ -64,14 +65,16 @@ def load(module: nn.Module, path: Given, base_dir: str = "") -> None:
         source.adjust(module)
 
 
-def check_fits(module: nn.Module, path: Given, base_dir: str = "") -> None:
-    """Raise the ValueError of `load`, without changing `module`."""
+def check_fits(module: nn.Module, path: Given, base_dir: str = "") -> bool:
+    """Raise the ValueError of `load`, without changing `module`; return whether files hold quantized layers."""
     with open_source(path, base_dir) as source:
         try:
             named = named_by_module(source.tensors, module)
             zpartition.check_slices(module, named)
-            if not any(isinstance(each, QuantizedSlice) for each in source.tensors.values()):
+            has_codes = any(isinstance(each, QuantizedSlice) for each in source.tensors.values())
+            if not has_codes:
                 _check_floating(module, named)
+            return has_codes
         except ValueError as error:
             raise ValueError(f"{source.origin} does not fit {type(module).__name__}: {error}") from None
 
@@ -107,14 +110,15 @@ def load_part(part: nn.Module, name: str, tensors: Mapping[str, Any] | None) -> 
 
 
 def named_by_module(tensors: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Return tensors of files under the names of `module`, which may be whole or split over ranks.
+    """Return tensors of files under the names of `module`, which may be whole or split over ranks; parts are joined.
 
     Frequencies of rotary positions, which older folders have, are omitted: the module computes them.
     """
     joining, held = zpartition.FullTensors.of(module), module.state_dict(keep_vars=True)
     shapes = {name: joining.shape(value) for name, value in held.items() if isinstance(value, Tensor)}
     known = {name: value for name, value in tensors.items() if name in shapes or not name.endswith(_FREQUENCIES)}
-    return to_module_names(known, module, shapes)
+    whole = join_parts(known, shapes, getattr(module, "config", None))
+    return to_module_names(whole, module, shapes)
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
