@@ -116,6 +116,9 @@ NAMES = {
     "deepspeed.sequence.layer": "DistributedAttention",
     "deepspeed.sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
     "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
+    "deepspeed.elasticity.elastic_agent": "DSElasticAgent",
+    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": "BertSparseSelfAttention",
+    "deepspeed.ops.sparse_attention.sparse_attention_utils": "SparseAttentionUtils",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,6 +26,17 @@ class Node:
     itself: Node
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Let no object be frozen, as in a program that freezes none."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if is_frozen:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
 def test_what_imports_make_inside_counts_as_old_and_is_collected_all_the_same(monkeypatch: pytest.MonkeyPatch):
     with gc_paused():
         monkeypatch.setitem(sys.modules, "imported_inside", sys)

@@ -19,6 +19,8 @@ from zengine.initialize import add_config_arguments, initialize
 
 if TYPE_CHECKING:
     from zengine.captured_step import CapturedStep, capture_step
+    from zengine.compression.clean import redundancy_clean
+    from zengine.compression.start import init_compression
     from zengine.config import ConfigError
     from zengine.deepspeed_engine import DeepSpeedEngine
     from zengine.engine.clock import CallOrderError, HalfLoaded, MicroStep
@@ -51,7 +53,9 @@ __all__ = [
     "StoppedBySignal",
     "add_config_arguments",
     "capture_step",
+    "init_compression",
     "initialize",
+    "redundancy_clean",
 ]
 
 # Imported on first use, at the latest by `initialize`, so that `zengine --help` imports no torch.
@@ -72,6 +76,8 @@ _HOME_OF = {
     "StepReport": "zengine.step_report",
     "StoppedBySignal": "zengine.features.signals",
     "capture_step": "zengine.captured_step",
+    "init_compression": "zengine.compression.start",
+    "redundancy_clean": "zengine.compression.clean",
 }
 
 RENAMED = {"Culprit": "zengine.NonFiniteGradient"}

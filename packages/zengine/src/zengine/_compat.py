@@ -163,7 +163,7 @@ def without_compiler() -> Iterator[None]:
 
     Kernels in Python import it on their first call, to be left out of graphs; nothing is compiled here.  A module
     with this one function stands in for it, and what it answered is forgotten at the end.  Beside other threads,
-    which may compile, the compiler is imported.
+    which may compile, the compiler is imported; the thread of progress.py only writes its line.
     """
     name, marked = "torch._dynamo", []
 
@@ -171,7 +171,8 @@ def without_compiler() -> Iterator[None]:
         marked.append(function)
         return function
 
-    if name in sys.modules or threading.active_count() > 1:
+    others = [thread for thread in threading.enumerate() if thread.name != "zengine-progress"]
+    if name in sys.modules or len(others) > 1:
         yield
         return
     sys.modules[name] = stand_in = ModuleType(name)

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
 
     from zengine.config import ConfigError  # imports the keys, which parsing does not need
+    from zengine.pages import with_notes
 
     try:
         command = COMMANDS[arguments.command]
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # silences the flush at interpreter exit
         return 1
     except (ConfigError, CommandError) as error:
-        print(error, file=sys.stderr)
+        print(with_notes(error), file=sys.stderr)
         return 1
 
 
@@ -183,6 +184,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="folder to write to; default: this one")
+
+
 def _add_env(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--try", dest="tries", action="store_true", help="start two ranks that exchange a tensor")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -290,6 +295,7 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "new": Command("zengine.commands.new", "run", "Write a training script and its config to start from.", _add_new),
     "check": Command(
         "zengine.commands.config", "run_check", "Report every problem of a config, and its notices.", _add_check
     ),

@@ -280,7 +280,10 @@ class PlanGetters(Engine):
     zero_save_muon_momentum_buffer_in_memory = _never("Muon's momentum is a state as others.")
     zero_parameter_alignment = Setting[int | None]("Alignment of parameters in buckets: none.", lambda p: None)
     is_sanity_checks_enabled = _never("Stage 3 has no other checks to switch on.")
-    zenflow_config = Setting[None]("There is no ZenFlow.", lambda p: None)
+    zenflow_config = Setting[Any](
+        "The section zero_optimization.zenflow; None while it is off.",
+        lambda p: p.zenflow if p.zenflow.topk_ratio else None,
+    )
     aio_config = Setting[dict[str, Any]]("Resolved values of the section.", lambda p: dict(p.get("aio", {})))
     swap_tensor_config = Setting[dict[str, Any]]("Resolved values of `aio`.", lambda p: dict(p.get("aio", {})))
 
@@ -363,7 +366,18 @@ class PlanGetters(Engine):
     tensorboard_enabled = Setting[bool]("TensorBoard has charts.", lambda p: p.telemetry.tensorboard.enabled)
     wandb_enabled = Setting[bool]("Weights & Biases has charts.", lambda p: p.telemetry.wandb.enabled)
     csv_monitor_enabled = Setting[bool]("CSV files have the scalars.", lambda p: p.telemetry.csv_monitor.enabled)
-    autotuning_enabled = autotuning_profile_model_info = _never("There is no autotuning.")
+    autotuning_enabled = Setting[bool]("The script obeys `deepspeed --autotuning`.", lambda p: p.autotuning.enabled)
+    autotuning_profile_model_info = Setting[bool](
+        "The first forward writes the model's sizes and ends the script.",
+        lambda p: p.autotuning.enabled and bool(p.autotuning.model_info_path),
+    )
+    autotuning_start_profile_step = Setting[int](
+        "Steps before the profiled ones.", lambda p: p.autotuning.start_profile_step
+    )
+    autotuning_end_profile_step = Setting[int]("Last profiled step.", lambda p: p.autotuning.end_profile_step)
+    autotuning_metric = Setting[str]("What the best config has most of.", lambda p: p.autotuning.metric)
+    autotuning_metric_path = Setting[str]("File of the figures.", lambda p: p.autotuning.metric_path)
+    autotuning_model_info_path = Setting[str]("File of the model's sizes.", lambda p: p.autotuning.model_info_path)
     pld_enabled = Setting[bool]("Layers are skipped in training.", lambda p: p.progressive_layer_drop.enabled)
     pld_theta = Setting[float](
         "Theta of progressive layer drop, in the limit.", lambda p: p.progressive_layer_drop.theta
@@ -372,6 +386,45 @@ class PlanGetters(Engine):
     pld_params = Setting[dict[str, Any]](
         "Section progressive_layer_drop.", lambda p: _written(p, "progressive_layer_drop")
     )
-    eigenvalue_enabled = _never("There are no eigenvalues.")
-    quantize_training_enabled = _never("There is no quantized training.")
+    eigenvalue_enabled = Setting[bool]("Eigenvalues are computed.", lambda p: p.eigenvalues.enabled)
+    eigenvalue_verbose = Setting[bool]("They are logged.", lambda p: p.eigenvalues.verbose)
+    eigenvalue_max_iter = Setting[int]("Most products for a block.", lambda p: p.eigenvalues.max_iter)
+    eigenvalue_tol = Setting[float]("Change at which they stop.", lambda p: p.eigenvalues.tol)
+    eigenvalue_stability = Setting[float]("Added to norms.", lambda p: p.eigenvalues.stability)
+    eigenvalue_gas_boundary_resolution = Setting[int](
+        "Steps from one computation to the next.", lambda p: p.eigenvalues.gas_boundary_resolution
+    )
+    eigenvalue_layer_name = Setting[str]("List of the blocks.", lambda p: p.eigenvalues.layer_name)
+    eigenvalue_layer_num = Setting[int]("Number of blocks; 0: all.", lambda p: p.eigenvalues.layer_num)
+
+    @property
+    def block_eigenvalue(self) -> dict[int, tuple[float, int]] | None:
+        """Newest eigenvalues: id of a parameter -> (relative value, number of its block); None if they are off."""
+        if not self.plan.eigenvalues.enabled:
+            return None
+        from zengine.features.eigenvalues import Eigenvalues
+
+        return next(each.by_parameter() for each in self._features if isinstance(each, Eigenvalues))
+
+    def quantize_training(self) -> tuple[bool, bool, int, bool, float, str, str, bool, bool]:
+        """Return how weights are rounded in training, of compression_training or quantize_training.
+
+        (in forward, enabled, groups, mixed with full precision, fall of its share a step, type, rounding, verbose, by
+        a kernel of DeepSpeed's).
+        """
+        moq, shared = self.plan.moq, self.plan.compression_training.weight_quantization.shared_parameters
+        if moq.groups or not shared.enabled:
+            mixed = moq.change_ratio > 0
+            ratio = moq.change_ratio if mixed else shared.fp16_mixed_quantize.quantize_change_ratio
+            return (
+                *(False, bool(moq.groups), moq.num_groups, mixed, ratio),
+                *(moq.kind, moq.rounding, moq.verbose, False),
+            )
+        share = shared.fp16_mixed_quantize
+        return (
+            *(True, True, shared.quantize_groups, share.enabled, share.quantize_change_ratio),
+            *(shared.quantization_type, shared.rounding, shared.quantize_verbose, False),
+        )
+
+    quantize_training_enabled = Setting[bool]("Weights are rounded after updates.", lambda p: bool(p.moq.groups))
     elasticity_enabled = Setting[bool]("The batch size is elastic.", lambda p: p.elasticity.enabled)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
+import attrs
 from torch import Tensor, nn
 
 import zcomm
@@ -28,46 +29,27 @@ from zengine.config import Plan
 from zengine.deepspeed_engine import DeepSpeedEngine
 from zengine.engine.feature import Feature
 from zengine.engine.parts import Parts
+from zengine.inference.calls.module_generate import ModuleGenerate, own_generate_of
 from zengine.inference.calls.path import reject_prompt
 from zengine.inference.calls.transformers_style import fused_generate, own_generate, unfused_argument
+from zengine.rollout.copies import Units
 from zengine.rollout.pending import PendingRollout
 from zengine.rollout.rollouts import Prompts, Rollouts
 from zengine.rollout.samples import Rollout, RolloutSample
+from zengine.rollout.seeds import DrawnPrompts
+from zengine.rollout.team import Team
 from zengine.rollout.values import RolloutConfig, SamplingConfig
 from zengine.rollout.weights import PLACE, Storage, Weights
+from zpartition import ModelParallelGroup
 
 __all__ = ["DeepSpeedHybridEngine"]
 
 log = logging.getLogger("zengine")
 
 
-class _ModuleGenerate:
-    """`module.generate` while the module has a hybrid engine.  A copied or pickled module has its class's again."""
-
-    def __init__(self, engine: DeepSpeedHybridEngine, module: nn.Module) -> None:
-        self.engine, self.module = engine, module
-        self.__wrapped__ = getattr(module, "generate", own_generate)  # whose signature this has
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine.generate(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        own = getattr(type(self.module), "generate", None)
-        return (_without_generate, (type(self.module).__name__,)) if own is None else (partial, (own, self.module))
-
-
-def _without_generate(name: str) -> Callable[..., Any]:
-    """Return what stands in the place of `generate` in a copy of a module that has none."""
-    return partial(_raise_without_generate, name)
-
-
-def _raise_without_generate(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise AttributeError(f"{name} has no generate(): this is a copy of the module of a hybrid engine")
-
-
 @final
 class _PendingState(Feature):
-    """Saves a rollout that has begun, with those of all ranks: checkpoints have one state for each feature."""
+    """Saves a rollout that has begun, and which prompts were drawn, of all ranks: a checkpoint has one state."""
 
     name = "rollout"
 
@@ -76,23 +58,52 @@ class _PendingState(Feature):
         self.pending: PendingRollout | None = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the pending rollout of each rank; {} stands for none.  A collective."""
+        """Return the pending rollout of each rank ({} stands for none), and what it has drawn.  A collective."""
         mine = {} if self.pending is None or self.pending.is_done else self.pending.state_dict()
-        return {"ranks": zcomm.all_gather_object(mine, self.rollouts.run.parts.groups.world())}
+        both = mine, self.rollouts.drawn.state_dict()
+        ranks = zcomm.all_gather_object(both, self.rollouts.run.parts.groups.world())
+        return {"ranks": [pending for pending, _ in ranks], "drawn": [drawn for _, drawn in ranks]}
 
     def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Return a function that restores this rank's rollout; another number of ranks drops all, with a warning."""
-        world, states = self.rollouts.run.parts.world, state.get("ranks", [])
+        world, states, drawn = self.rollouts.run.parts.world, state.get("ranks", []), state.get("drawn", [])
         if len(states) != world.world_size:
             if any(states) and world.rank == 0:
                 log.warning(
                     "a rollout that %d ranks had begun is dropped: this run has %d", len(states), world.world_size
                 )
-            return partial(self._adopt, {})
-        return partial(self._adopt, states[world.rank])
+            return partial(self._adopt, {}, drawn)
+        return partial(self._adopt, states[world.rank], drawn[world.rank : world.rank + 1])
 
-    def _adopt(self, state: Mapping[str, Any]) -> None:
+    def _adopt(self, state: Mapping[str, Any], drawn: Sequence[Mapping[str, Any]]) -> None:
+        self.rollouts.weights.forget_sequences()
+        self.rollouts.drawn = DrawnPrompts.of_states(drawn)
         self.pending = self.rollouts.restored(state) if state else None
+
+
+@final
+@attrs.frozen(eq=False)
+class _ShardedUnits(Units):
+    """Units of stage 3."""
+
+    partition: Any  # that shards the weights
+
+    def of(self, params: Sequence[nn.Parameter]) -> tuple[str, ...]:
+        return tuple(unit.name for unit in self.partition.unshard_hooks.units_of(params))
+
+    def all(self) -> tuple[str, ...]:
+        return tuple(self.partition.unsharder.units)
+
+    def release(self) -> None:
+        self.partition.unsharder.release_all()
+
+    @contextmanager
+    def held(self, names: Iterable[str]) -> Iterator[None]:
+        partition = self.partition
+        partition.check_weights_resident()
+        partition.unshard_hooks.drop_finished()
+        with partition.unsharder.keep_unsharded([partition.unsharder.units[name] for name in names]):
+            yield
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
@@ -100,22 +111,26 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     def __init__(self, module: nn.Module, parts: Parts, plan: Plan, features: tuple[Feature, ...] = ()) -> None:
         super().__init__(module, parts, plan, features)
-        section = plan.hybrid_engine
+        section, size = plan.hybrid_engine, plan.hybrid_engine.inference_tp_size
+        ranks = parts.partition.group
+        split = ModelParallelGroup(None) if size == 1 else ModelParallelGroup.of(zcomm.consecutive_group(size, ranks))
+        self._units = _ShardedUnits(parts.partition) if plan.zero.shards_weights else Units()
         weights = Weights(
             module,
             capacity=section.max_out_tokens,
             version=lambda: self.clock.applied_steps,
             keeps_cache=not section.release_inference_cache,
             storage=Storage.SHARDED if plan.zero.shards_weights else Storage.WHOLE,
-            hold=self._units_held,
+            hold=self._all_units_held,
+            units=self._units,
+            group=split,
         )
-        self._rollouts = Rollouts(self._run, weights, self._lent_states)
+        self._rollouts = Rollouts(self._run, weights, self._lent_states, Team.of(module, split))
         self._pending = _PendingState(self._rollouts)
         self.add_feature(self._pending)
         self._told: set[str] = set()  # what was logged once
-        self._own_generate = getattr(module, "generate", None)  # the module's; None without one
-        self._had_own = "generate" in module.__dict__
-        module.__dict__["generate"] = _ModuleGenerate(self, module)
+        self._own_generate = own_generate_of(module)  # the module's; None without one
+        ModuleGenerate.attach(self, module)
 
     def rollout(
         self,
@@ -125,6 +140,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         logprobs: bool = True,
         *,
         seeds: Sequence[Sequence[int]] | None = None,
+        seed: int | None = None,
         config: RolloutConfig | None = None,
     ) -> Rollout:
         """Return samples of this rank's prompts, with the log-probability of each token.
@@ -132,10 +148,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         prompts: token ids of each prompt: lists, or tensors (time,).
         n: samples of a prompt; default: sampling.n_samples_per_prompt.
         logprobs: accepted for symmetry with other engines; they are always there.
-        seeds: one for each sample of each prompt; default: from the number of optimizer steps and the prompt.
+        seeds: one for each sample of each prompt.
+        seed: one number instead, for the same samples at every call.  By default seeds follow from the number of
+            optimizer steps, the prompt, and how often it was asked for with these weights, so that every call draws
+            new samples, and a resumed run those that it would have drawn.
         config: how to compute this rollout and those after it.
 
-        At stage 3 every rank calls, with prompts of its own.
+        At stage 3 every rank calls, with prompts of its own.  With inference_tp_size > 1, and where training splits
+        experts, the ranks of a group compute the samples of all their prompts together, and each returns those of its
+        own.  Ranks that share layers (tensor parallelism) give the same prompts, as in training.
 
         Raises:
             ValueError: on every rank of sharded weights, before any weight moves: a prompt that is empty or too long,
@@ -144,7 +165,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         if config is not None:
             self._rollouts.config = config
         self.clock.require_open("rollout")
-        return self._rollouts.rollout(prompts, n=n, sampling=sampling, seeds=seeds)
+        return self._rollouts.rollout(prompts, n=n, sampling=sampling, seeds=seeds, seed=seed)
 
     def begin_rollout(
         self,
@@ -153,6 +174,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         sampling: SamplingConfig | None = None,
         *,
         seeds: Sequence[Sequence[int]] | None = None,
+        seed: int | None = None,
     ) -> PendingRollout:
         """Return a rollout to run in parts: `pending.run(max_steps)` returns None until its samples have ended.
 
@@ -160,7 +182,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         `pending_rollout` goes on with the bits of a run that never stopped.  Arguments and errors as of `rollout`.
         """
         self.clock.require_open("begin_rollout")
-        self._pending.pending = found = self._rollouts.begin(prompts, n=n, sampling=sampling, seeds=seeds)
+        found = self._rollouts.begin(prompts, n=n, sampling=sampling, seeds=seeds, seed=seed)
+        self._pending.pending = found
         return found
 
     @property
@@ -180,6 +203,20 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """Hold whole weights inside the block, so that several rollouts share one gather; all ranks enter it."""
         return self._rollouts.weights.open()
 
+    def turns(self) -> AbstractContextManager[None]:
+        """Continue sequences of earlier rollouts inside the block: of a prompt only what is new is computed.
+
+            with engine.turns():
+                first = engine.rollout(prompts, sampling=sampling)
+                replies = [(*each.prompt, *each.tokens, *reply(each)) for each in first.samples]
+                second = engine.rollout(replies, sampling=sampling)
+
+        The cache keeps the last sequence of each of the config's `num_slots` slots until the block ends; an optimizer
+        step, or a loaded checkpoint, forgets them.  With `RolloutConfig(exact=True)` samples and log-probabilities
+        are those of a rollout of the whole prompts, bit for bit; without, up to the rounding of prefill and decoding.
+        """
+        return self._rollouts.weights.turns()
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the arguments and results of the module's own `generate`; all ranks call at stage 3.
 
@@ -191,8 +228,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """
         weights, make = self._rollouts.weights, self._own_generate
         prompt = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
-        if isinstance(prompt, Tensor):
-            reject_prompt(prompt.shape[-1], weights.capacity, PLACE)
+        self._reject_prompt(prompt)
+        if kwargs.get("synced_gpus") and not self._rollouts.team.is_of_training:
+            kwargs["synced_gpus"] = False  # all weights are held, so a rank that ends needs not run on for the others
         with weights.open():
             path = weights.present_path()
             if path is None:
@@ -215,21 +253,28 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     def close(self) -> None:
         """Give the module its own `generate` back, and close the engine."""
-        if isinstance(self.module.__dict__.get("generate"), _ModuleGenerate):
-            del self.module.__dict__["generate"]
-            if self._had_own:
-                self.module.__dict__["generate"] = self._own_generate
+        ModuleGenerate.detach(self, self.module)
         self._rollouts.weights.leave_exact()
         super().close()
 
-    @contextmanager
-    def _units_held(self) -> Iterator[None]:
+    def _all_units_held(self) -> AbstractContextManager[None]:
         """Keep all units of stage 3 gathered inside the block."""
-        partition = self.parts.partition
-        partition.check_weights_resident()
-        partition.unshard_hooks.drop_finished()
-        with partition.unsharder.keep_unsharded(partition.unshard_hooks.units_of(self.module.parameters())):
-            yield
+        return self._units.held(self._units.all())
+
+    def _reject_prompt(self, prompt: Any) -> None:
+        """Raise RuntimeError if a prompt is too long; where weights are sharded, on all ranks, before they move."""
+        weights, problem = self._rollouts.weights, ""
+        try:
+            if isinstance(prompt, Tensor):
+                reject_prompt(prompt.shape[-1], weights.capacity, PLACE)
+        except RuntimeError as error:
+            if not self._rollouts.are_gathered:
+                raise
+            problem = str(error)
+        if self._rollouts.are_gathered:
+            for rank, each in enumerate(self.parts.exchange(problem)):
+                if each:
+                    raise RuntimeError(f"rank {rank}: {each}")
 
     def _log_once(self, what: str) -> None:
         if what not in self._told and self.parts.world.rank == 0:

@@ -114,6 +114,17 @@ def initialize(
     Raises:
         ConfigError: the config is invalid, or does not fit the world; before any process group exists.
         TypeError, ValueError: an argument is invalid; the message names it.
+
+    >>> import torch, zengine
+    >>> config = {"train_batch_size": 2, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
+    >>> model, data = torch.nn.Linear(4, 1), list(torch.ones(4, 4))
+    >>> engine, optimizer, loader, _ = zengine.initialize(model=model, config=config, training_data=data)
+    >>> for batch in loader:
+    ...     _ = engine.backward(engine(batch).square().mean())
+    ...     report = engine.step()
+    >>> report.step, report.samples
+    (2, 4)
+    >>> engine.close()
     """
     with gc_paused():
         from zengine.build.assemble import Client

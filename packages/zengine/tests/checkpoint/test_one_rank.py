@@ -38,7 +38,7 @@ def test_a_save_on_rank_0_only_says_that_all_ranks_call(tmp_path: Path) -> None:
     assert "not under `if rank == 0`" in saving
     assert "rank 1 calls all_reduce" in saving or "rank 1 all_reduce" in saving
     assert "rank 0" in training
-    assert took_s < 20
+    assert took_s < 40  # far from the time limit of a collective
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "no\0name"])

@@ -16,7 +16,7 @@ OLD = {"train_batch_size": 8, "bfloat16": {"enabled": True}, "vocabulary_size": 
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("old.json").write_text(json.dumps(OLD))
-    Path("refused.json").write_text(json.dumps({**OLD, "sparse_attention": {"mode": "fixed"}}))
+    Path("refused.json").write_text(json.dumps({**OLD, "injection_policy": {}}))
     Path("auto.json").write_text('{"train_batch_size": "auto", "gradient_clipping": "auto"}')
 
 
@@ -47,11 +47,11 @@ def test_what_is_refused_is_said_and_dropped_when_asked_for(capsys: pytest.Captu
     assert main(["convert-config", "refused.json"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "refused.json:1:78  sparse_attention" in captured.err
+    assert "refused.json:1:78  injection_policy" in captured.err
     assert main(["convert-config", "refused.json", "--drop-rejected"]) == 0
     captured = capsys.readouterr()
-    assert "sparse_attention" not in captured.out
-    assert "sparse_attention is dropped: it is rejected here" in captured.err
+    assert "injection_policy" not in captured.out
+    assert "injection_policy is dropped: it is rejected here" in captured.err
 
 
 def test_open_values_stay_open_unless_they_are_to_be_filled_in(capsys: pytest.CaptureFixture[str]) -> None:

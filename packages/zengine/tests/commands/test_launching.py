@@ -39,7 +39,7 @@ def test_a_host_of_several_knows_its_place_and_its_devices() -> None:
 def test_slurm_gets_one_torchrun_a_node(nodes: str, first: str) -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": nodes, "SLURM_GPUS_ON_NODE": "4"}
     line = slurm_line(LAUNCH, environ, 0)
-    assert line[:3] == ["srun", "--nodes=3", "--ntasks-per-node=1"]
+    assert line[:4] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"]
     assert {"--nproc-per-node=4", "--nnodes=3", f"--rdzv-endpoint={first}:29500"} <= set(line)
     assert "--nproc-per-node=8" in slurm_line(LAUNCH, environ, 8)
 

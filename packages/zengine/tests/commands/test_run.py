@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from zengine.cli import main
 from zengine.commands import CommandError
-from zengine.commands.run import commands, variables
+from zengine.commands.run import commands, unnamed_address, variables
 
 SCRIPT = """
 import os, sys
@@ -108,6 +109,18 @@ def test_hosts_of_an_elastic_job_share_one_list() -> None:
         commands(asked(elastic="4:1"), {}, "here")
 
 
+def test_an_elastic_job_of_an_allocation_runs_on_all_its_nodes() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "16"}
+    ((_, line),) = commands(asked(elastic="1:2", nproc=1), environ, "n1")
+    assert line[:6] == ["srun", "--no-kill", "--kill-on-bad-exit=0", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    assert {"--nnodes=1:2", "--rdzv-endpoint=n1:29500"} <= set(line)
+    environ["SLURM_GPUS_ON_NODE"] = "4"
+    ((_, line),) = commands(asked(elastic="1:2", master_addr="n2"), environ, "n1")
+    assert {"--nproc-per-node=4", "--rdzv-endpoint=n2:29500"} <= set(line)
+    ((_, line),) = commands(asked(elastic="1:2", nproc=1), environ | {"SLURM_STEP_ID": "0"}, "n1")
+    assert line[0] != "srun"
+
+
 def test_an_elastic_job_of_a_hostfile_meets_at_its_first_host(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
     lines = commands(asked(elastic="1:2", hostfile=str(tmp_path / "hosts"), max_restarts=3), {}, "a")
@@ -125,3 +138,28 @@ def test_modules_and_threads() -> None:
     assert variables(asked(), {"OMP_NUM_THREADS": "3"}) == {}
     kept = variables(asked(keep_memory=True), {"OMP_NUM_THREADS": "3", "MALLOC_MMAP_MAX_": "5"})
     assert list(kept) == ["MALLOC_TRIM_THRESHOLD_"]  # what the user has set stays
+
+
+def test_a_host_is_told_its_address_if_its_name_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zengine.commands import run
+
+    monkeypatch.setattr(run, "_source_address", lambda address, port: "10.7.0.1")
+    assert unnamed_address("10.7.0.1:29500") == "10.7.0.1"
+
+    def line(address: str) -> list[str]:
+        ((_, found),) = commands(asked(elastic="1:2", master_addr=address), {}, "here")
+        return [part for part in found if part.startswith(("--local-addr", "--rdzv-conf"))]
+
+    monkeypatch.setattr(run.socket.socket, "connect_ex", lambda probe, target: 111)  # nobody listens
+    conf = f"--rdzv-conf={run.MEMBERSHIP}"
+    assert line("10.7.0.1") == [f"{conf},is_host=1", "--local-addr=10.7.0.1"]
+    assert line("10.7.0.2") == [f"{conf},is_host=0", "--local-addr=10.7.0.1"]
+    monkeypatch.setattr(run.socket.socket, "connect_ex", lambda probe, target: 0)  # another process of this host
+    assert line("10.7.0.1") == [f"{conf},is_host=0", "--local-addr=10.7.0.1"]
+    monkeypatch.undo()
+    assert unnamed_address("localhost:29500") == ""
+    assert unnamed_address("no-such-host.invalid:29500") == ""
+    monkeypatch.setattr(run, "_source_address", lambda address, port: "10.7.0.1")
+    names = [(socket.AF_INET, 0, 0, "", ("10.7.0.1", 0))]
+    monkeypatch.setattr(run.socket, "getaddrinfo", lambda *given, **more: names)
+    assert unnamed_address("10.7.0.1:29500") == ""  # the name has it: torchrun finds it out

@@ -42,7 +42,9 @@ _DEEPSPEEDS = (
     "zero_offload_param zero_optimization zero_optimization_partition_gradients zero_optimization_partition_weights "
     "zero_optimization_stage zero_overlap_comm zero_param_persistence_threshold zero_prefetch_bucket_size "
     "zero_reduce_bucket_size "
-    "aio_config all_gather_scalar autotuning_enabled autotuning_profile_model_info basic_optimizer "
+    "aio_config all_gather_scalar autotuning_enabled "
+    "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info_path "
+    "autotuning_profile_model_info autotuning_start_profile_step basic_optimizer "
     "checkpoint_serialization_enabled checkpoint_writer_enabled client_lr_scheduler client_optimizer compile_autosp "
     "compile_autotp compile_zero_optimization_stage cpuadam_cores_perc curriculum_learning_config "
     "data_efficiency_config data_efficiency_enabled data_parallel_group data_sampling_config data_sampling_enabled "
@@ -62,7 +64,10 @@ _DEEPSPEEDS = (
     "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights zero_reduce_scatter "
     "zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory zero_sub_group_size zero_use_cpu_optimizer "
     "csv_monitor_enabled curriculum_params_legacy eigenvalue_enabled elasticity_enabled pld_enabled "  # of older ones
-    "get_pld_theta pld_gamma pld_params pld_theta quantize_training_enabled tensorboard_enabled wandb_enabled "
+    "block_eigenvalue eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num "
+    "eigenvalue_max_iter eigenvalue_stability eigenvalue_tol eigenvalue_verbose "
+    "get_pld_theta pld_gamma pld_params pld_theta quantize_training quantize_training_enabled "
+    "tensorboard_enabled wandb_enabled "
     "engine_timers get_wall_clock_timers random_ltd_initialize timers "
     "amp_enabled curriculum_enabled_legacy prescale_gradients sparse_gradients_enabled"  # of older versions
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from typing import Any
 
@@ -116,6 +117,37 @@ def test_a_module_that_takes_theta_gets_it_one_step_late_as_with_deepspeed() -> 
     engine.eval()
     engine(batch(0))
     assert model.seen[-1] == (False, 1.0)
+    engine.close()
+
+
+class TakesAnyKeyword(Stack):
+    """As DeepSpeed's tutorial writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Any]] = []
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.seen.append(kwargs)
+        return super().forward(hidden)
+
+
+def test_a_module_that_takes_any_keyword_gets_theta_with_a_warning_that_names_its_layers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = TakesAnyKeyword()
+    with caplog.at_level(logging.WARNING, "zengine"):
+        engine = engine_of(model, progressive_layer_drop={"enabled": True, "theta": 0.5, "gamma": 0.1})
+    (text,) = [record.getMessage() for record in caplog.records if "progressive_layer_drop" in record.getMessage()]
+    assert "pld_theta among its **kwargs" in text
+    assert "blocks (5)" in text
+    train(engine, range(3))
+    assert model.seen == [
+        {"progressive_layer_drop": True, "pld_theta": theta} for theta in (1.0, 1.0, theta_at(1, 0.5, 0.1))
+    ]
+    engine.eval()
+    engine(batch(0))
+    assert model.seen[-1] == {}
     engine.close()
 
 

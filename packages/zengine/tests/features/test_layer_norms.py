@@ -98,7 +98,7 @@ def test_every_stage_and_dtype_charts_the_norms_of_one_process(tmp_path):
     assert found[0][0][1] == pytest.approx(wanted, rel=1e-5)
     events = EventAccumulator(str(tmp_path / "3False"))
     events.Reload()
-    (histogram,) = events.Histograms("gradients/norm_by_layer")
+    (histogram,) = events.Histograms("7 gradients/norm_by_layer")
     assert histogram.step == 2
     assert histogram.histogram_value.num == 3
     assert histogram.histogram_value.max == pytest.approx(max(wanted.values()), rel=1e-5)

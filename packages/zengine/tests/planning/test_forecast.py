@@ -66,3 +66,27 @@ def test_what_is_said_to_be_best_can_be_written_and_is_what_was_said(zero: dict[
     assert f'"stage": {stage}' in text
     for key, value in found.best_changes().items():
         assert value is not None or f"remove {key}" in text
+
+
+SHARDING = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_switch_to_a_rollout_is_a_phase(size: int) -> None:
+    hybrid = {"enabled": True, "inference_tp_size": size}
+    given = {"train_batch_size": 32, "zero_optimization": SHARDING, "hybrid_engine": hybrid}
+    found = made(10**9, 4, **given)
+    memory = found.own.sizes.memory
+    assert 0 < memory.largest_unit < memory.whole_units
+    assert memory.whole_units == memory.whole_parameters > memory.parameters
+    assert found.own.switch == memory.whole_units // size + (memory.largest_unit if size > 1 else 0)
+    assert found.own.total >= found.own.generation > found.own.switch
+    assert "weights of a rollout, without its cache" in found.text()
+    assert found.as_json()["own"]["switch_bytes"] == found.own.switch
+    small = made(found.own.generation, 4, **given)  # less of it is usable
+    assert small.stages[3].largest == 0
+    whole = made(10**9, 4, **{**given, "zero_optimization": {"stage": 2}}).own  # only a part is copied
+    assert whole.switch == (0 if size == 1 else whole.sizes.memory.parameters // 2)
+    other = made(10**9, 4, **{**given, "hybrid_engine": {"enabled": False}})
+    assert (other.own.switch, other.own.generation) == (0, 0)
+    assert "rollout" not in other.text()

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zcomm.testing import end_ranks, run_ranks
+from zengine.commands.plan import engine_starter
 from zengine.config import Facts, load, resolve
-from zengine.planning.measured import engine_starter, measure, single_process_plan
+from zengine.planning.measured import measure, single_process_plan
 from zengine.planning.models import Shape, Transformer, token_batches
 from zengine.planning.sizes import Workload, peak
 

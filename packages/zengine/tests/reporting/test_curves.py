@@ -93,3 +93,13 @@ def test_a_scale_that_never_moves_is_not_drawn() -> None:
     still, moving = ({"Train/Samples/loss_scale": value} for value in (8.0, 4.0))
     assert "".join(curves.charts(run_of(still, still))) == ""
     assert "Loss scale" in "".join(curves.charts(run_of(still, moving)))
+
+
+def test_each_tag_of_rollouts_has_a_chart() -> None:
+    values = [{"rollout/mean_length": 5.0, "rollout/reward": -0.5, "train/loss": 1.0}, {"rollout/mean_length": 7.0}]
+    length, reward = curves.rollout_charts(run_of(*values))
+    assert "Rollouts: mean length" in length
+    assert "new tokens per sample" in length
+    assert "Rollouts: reward" in reward
+    assert [title for title in map(str, curves.charts(run_of(*values))) if "Rollouts: " in title] == [length, reward]
+    assert list(curves.rollout_charts(run_of({"train/loss": 1.0}))) == []

@@ -17,6 +17,7 @@ from zengine.config.keys.telemetry import EventFiles as Monitor
 from zengine.config.plan.telemetry import TelemetryPlan as Plan
 from zengine.step_report import StepReport
 from zengine.telemetry import MissingPackageError, Silent, Telemetry, make_telemetry
+from zengine.telemetry.sinks.tensorboard import tag_of
 from zengine.telemetry.spans import MICRO, TIMERS
 
 CPU = torch.device("cpu")
@@ -52,7 +53,8 @@ def train(telemetry, steps, accumulation=2):
 def scalars(folder):
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     accumulator.Reload()
-    return {tag: [e.step for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    names = accumulator.Tags()["scalars"]
+    return {tag_of(name): [e.step for e in accumulator.Scalars(name)] for name in names if tag_of(name)}
 
 
 def test_nothing_asked_for_is_silent_although_throughput_is_on_by_default():

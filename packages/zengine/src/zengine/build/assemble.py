@@ -41,6 +41,9 @@ from zengine.build.trainable import (
 from zengine.checkpoint.save_load import Checkpoints
 from zengine.checkpoint.saver import BackgroundSaver, BlockingSaver, Saver
 from zengine.config import Plan
+from zengine.config.plan.techniques.compression import forward_techniques
+from zengine.config.plan.techniques.zenflow import interval_problem
+from zengine.config.plan.zero import selective_policy
 from zengine.engine.drift import make_drift
 from zengine.engine.feature import Feature
 from zengine.engine.nonfinite import OverflowPolicy, SkipNonFinite, apply_always
@@ -98,9 +101,12 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     check_class_names(plan.zero.narrow_classes, module)
     optimizer = make_optimizer(module, client, plan)
     check_agreement(module, optimizer, plan, groups, [] if loader is None else loader.fingerprint())
+    if optimizer is not None and hasattr(optimizer, "needs_local_gradients"):
+        features.check_compressed_optimizer(optimizer, plan)
     if client.optimizer is not None and optimizer is not None:
         _check_narrow_states(optimizer, plan)
-    partition = zpartition.shard(module, optimizer, policy=plan.zero, group=groups.gradient(), device=world.device)
+    policy = _with_epochs(plan, loader)
+    partition = zpartition.shard(module, optimizer, policy=policy, group=groups.gradient(), device=world.device)
     partition.watch_tensors = zoptim.watch_tensors
     try:
         if plan.parallel.degrees.tensor > 1:
@@ -110,6 +116,24 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     except BaseException:
         partition.close(keep_weights=False)  # frees the module for another attempt; other ranks may not get here
         raise
+
+
+def _with_epochs(plan: Plan, loader: Any) -> zpartition.ZeroPolicy:
+    """Return the ZeRO policy; selections of ZenFlow that count epochs need the loader's length.
+
+    Raises:
+        ValueError: an epoch is shorter than an interval of updates.
+    """
+    if not plan.zenflow.topk_ratio:
+        return plan.zero
+    try:
+        steps = 0 if loader is None else len(loader) // plan.batch.accumulation
+    except TypeError:  # a stream
+        steps = 0
+    if plan.zenflow.select_strategy != "step" and (problem := interval_problem(plan.zenflow, steps)):
+        raise ValueError(f"{problem[0]} (training_data has {steps} steps in an epoch). {problem[1]}")
+    selective = selective_policy(plan.zenflow, steps)
+    return attrs.evolve(plan.zero, offload=attrs.evolve(plan.zero.offload, selective=selective))
 
 
 def _make_parts(
@@ -144,9 +168,9 @@ def _make_parts(
             inspect=make_inspect(partition),
             divisor=make_divisor(plan, world.device, dtype=_divisor_dtype(partition.module)),
             drift=make_drift(
-                partition, optimizer, groups, functools.partial(zcomm.all_gather_object, group=groups.world())
+                partition, optimizer, groups, functools.partial(zcomm.all_gather_object, group=groups.replica())
             ),
-            overflow_policy=make_overflow_policy(plan, scaler, groups.world()),
+            overflow_policy=make_overflow_policy(plan, scaler, groups.replica()),
             exchange=functools.partial(zcomm.all_gather_object, group=partition.group),
             checkpoints=checkpoints,
             checkpointing=checkpointing,
@@ -174,7 +198,7 @@ def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Telemetr
         rank=world.rank,
         micro_batch_size=plan.batch.micro_batch_size,
         batch_size=plan.batch.train_batch_size,
-        replicas=plan.parallel.gradient_ranks,
+        replicas=plan.parallel.sample_ranks,
         pieces=plan.parallel.degrees.sequence,
         num_devices=groups.table.size,
     )
@@ -188,6 +212,14 @@ def make_features(
     A failed background save raises before the step is counted; the step then begins again.
     """
     chosen: list[Feature] = []
+    if plan.diloco.sync_every:  # first: the others see the weights after an exchange
+        rounds = features.LocalRounds(plan.diloco)
+        chosen += [rounds, *([features.GradientsOfAllGroups(rounds)] if plan.diloco.start_step else [])]
+    if hasattr(partition.optimizer, "needs_local_gradients"):
+        chosen.append(features.CompressedOptimizer())
+    chosen += [features.UnevenRows(step) for step in plan.batch.uneven]
+    if plan.zenflow.topk_ratio and partition.optimizer is not None:
+        chosen.append(features.SelectiveState())
     if plan.parallel.degrees.tensor > 1:
         chosen.append(features.SameBatch(() if pipeline is None else ("inputs", "labels")))
     if partition.frozen_params:
@@ -196,8 +228,9 @@ def make_features(
     if plan.checkpoint.async_save:
         chosen.append(features.BackgroundSaves())
     chosen += data_features(plan.data)
-    if plan.progressive_layer_drop.enabled:
-        chosen.append(features.LayerDrop(plan.progressive_layer_drop))
+    chosen += technique_features(plan)
+    if plan.diloco.sync_every and plan.moq.groups:  # an exchange publishes the weights, which rounds them
+        chosen.sort(key=lambda each: not isinstance(each, features.MixtureOfQuantization))
     if plan.dump_state:
         chosen.append(features.DumpState())
     if not plan.collect_garbage:
@@ -210,7 +243,27 @@ def make_features(
         chosen.append(features.CountFlops(plan.telemetry.rates.count_flops_at))
     if plan.verify_replicas_every:
         chosen.append(features.VerifyReplicas(plan.verify_replicas_every))
+    if plan.autotuning.enabled:
+        chosen += features.trial_features(plan.autotuning)
     return (*chosen, *make_profilers(plan, pipeline))
+
+
+def technique_features(plan: Plan) -> list[Feature]:
+    """Return the features that change what is trained, in the order of their hooks."""
+    chosen: list[Feature] = []
+    if plan.zero.gradient_error_beta < 1:
+        chosen.append(features.GradientErrors())
+    if plan.compression_training.distillation.enabled:  # before keywords that only the student's forward takes
+        chosen.append(features.Teaching(plan.compression_training.distillation))
+    if plan.progressive_layer_drop.enabled:
+        chosen.append(features.LayerDrop(plan.progressive_layer_drop))
+    eigenvalues = features.Eigenvalues(plan.eigenvalues) if plan.eigenvalues.enabled else None
+    chosen += [] if eigenvalues is None else [eigenvalues]
+    if plan.moq.groups:
+        chosen.append(features.MixtureOfQuantization(plan.moq, eigenvalues))
+    if forward_techniques(plan.compression_training):
+        chosen.append(features.CompressionSchedule(plan.compression_training))
+    return chosen
 
 
 def make_profilers(plan: Plan, pipeline: PipelineRunner | None = None) -> tuple[Feature, ...]:

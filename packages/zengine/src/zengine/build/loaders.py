@@ -74,6 +74,7 @@ def make_feed(
         accumulation=plan.batch.accumulation,
         seed=data.seed,
         drop_last=data.drop_last,
+        uneven=plan.batch.uneven,
         fetcher=make_fetcher(
             collate_fn=collate_fn,
             num_workers=data.num_workers,
@@ -171,7 +172,8 @@ def user_loader(
         shared_seed=base.fetcher.shared_seed,
     )
     size = base.micro_batch_size if batch_size is None else batch_size
-    feed = attrs.evolve(base, micro_batch_size=size, fetcher=fetcher)
+    uneven = base.uneven if route == "train" and batch_size is None else ()
+    feed = attrs.evolve(base, micro_batch_size=size, fetcher=fetcher, uneven=uneven)
     if data_sampler is not None:
         return feed.sampled(dataset, data_sampler)
     return feed.plain(dataset, shuffle=route == "train")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import attrs
 from torch import nn
 
 import zcomm
@@ -46,6 +47,8 @@ def groups_for_model(model: nn.Module, plan: Plan, layout: ProcessLayout) -> zco
             do not fit; or experts are marked whose ranks the mpu does not give.
     """
     groups = layout.make(plan.parallel.degrees)
+    if plan.parallel.independent_replicas:
+        groups = attrs.evolve(groups, independent=True)
     if layout.source == "mpu=":
         _check_experts(model, plan)
         _adopt(model, plan, groups)

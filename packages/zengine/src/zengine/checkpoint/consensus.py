@@ -18,6 +18,7 @@ import torch
 import zckpt
 import zcomm
 import zpartition
+from zengine.pages import Page, explained
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run
@@ -62,6 +63,7 @@ class GroupPeers:
             raise zcomm.CollectiveFailed(f"{ALL_RANKS} {error}") from error
 
 
+@explained(Page.CHECKPOINTS)
 class TagMismatch(ValueError, AssertionError):
     """Ranks save under different tags; an AssertionError, too, as in DeepSpeed."""
 

@@ -31,6 +31,7 @@ from zengine.checkpoint.foreign_state import (
     set_options,
 )
 from zengine.checkpoint.jsonable import decode
+from zengine.checkpoint.replica_names import OPTIMIZER, with_own_objects
 from zengine.config.plan.parallel import MODEL_AXES
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ log = logging.getLogger("zengine")
 Commit = Callable[[], object]  # restores one part from its checked state
 
 _MOST_STEPS = 2**53
-OPTIMIZER = "optimizer."  # prefix of tensor names: "optimizer.<state key>.<parameter>"
 
 # For each parameter and state key: dtype and shape; the shape is None for a number, such as a step count.
 Kinds = dict[str, dict[str, tuple[torch.dtype, "tuple[int, ...] | None"]]]
@@ -128,7 +128,8 @@ def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, scop
     Raises:
         CheckpointStateError: a value is damaged, or its owner rejects it; names file and key.
     """
-    objects, parts = small_state(checkpoint), run.parts
+    parts = run.parts
+    objects = with_own_objects(run, small_state(checkpoint), _rank_state(run, checkpoint))
     commits: list[Commit] = []
     state = RestoredState()
     if scope.optimizer:
@@ -138,7 +139,7 @@ def prepare(run: Run, features: Sequence[SavedFeature], checkpoint: Source, scop
         member = objects.member("scheduler").member("state")
         commits.append(_prepare_part(functools.partial(prepare_schedule, parts.scheduler, run.optimizer), member))
     if scope.optimizer and run.optimizer is not None:
-        options, state = _optimizer(run, run.optimizer, checkpoint)
+        options, state = _optimizer(run, run.optimizer, checkpoint, objects)
         commits += [options, state.commit]
     elif scope.scheduler and run.optimizer is not None and parts.client_scheduler is not None:
         commits.append(functools.partial(_set_rates, run.optimizer, parts.client_scheduler))
@@ -179,12 +180,13 @@ def _scaler(run: Run, objects: zckpt.Node) -> Iterator[Commit]:
     )
 
 
-def _optimizer(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source) -> tuple[Commit, RestoredState]:
+def _optimizer(
+    run: Run, optimizer: torch.optim.Optimizer, checkpoint: Source, objects: zckpt.Node
+) -> tuple[Commit, RestoredState]:
     """Return the commit of the options, and the staged state.
 
     The saved options are set while it is staged, since they decide which state the optimizer needs.
     """
-    objects = small_state(checkpoint)
     node = objects.member("optimizer").member("groups")
     with errors_at(node):
         options = [decode(group.value, group.where) for group in node.items()]
@@ -330,10 +332,11 @@ def _random_state(run: Run, checkpoint: Source, own: zckpt.Node) -> Iterator[Com
         yield functools.partial(_restore_random_state, restore)
     if (saved_world != peers.world_size or not is_same_split) and peers.rank == 0:
         log.warning(
-            "checkpoint %s was saved by %d ranks%s and is loaded by %d: weights, optimizer and the order of data "
+            "checkpoint %s was saved by %d %s%s and is loaded by %d: weights, optimizer and the order of data "
             "continue exactly; random numbers (dropout) do not repeat those of the saved run",
             checkpoint.path,
             saved_world,
+            "rank" if saved_world == 1 else "ranks",
             "" if is_same_split else ", which split the model differently,",
             peers.world_size,
         )

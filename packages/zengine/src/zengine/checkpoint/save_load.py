@@ -44,9 +44,11 @@ from zengine.checkpoint.consensus import (
 from zengine.checkpoint.export import tied_names
 from zengine.checkpoint.foreign_state import saved_options
 from zengine.checkpoint.jsonable import decode, encode
-from zengine.checkpoint.restore import EVERYTHING, OPTIMIZER, RestoreScope, prepare
+from zengine.checkpoint.replica_names import GROUPS, OWN, SavedNames, own_names
+from zengine.checkpoint.restore import EVERYTHING, RestoreScope, prepare
 from zengine.checkpoint.saver import Content, Saver
 from zengine.engine.clock import Phase
+from zengine.progress import progress
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run, SavedFeature
@@ -104,14 +106,15 @@ class Checkpoints:
         telemetry = run.parts.telemetry
         with telemetry.paused(), telemetry.span("checkpoint"):
             content = Content(
-                shards=itertools.chain(_shards(run, left_out), held),
+                shards=itertools.chain(_shards(run, left_out), *(f.tensors() for f in features), held),
                 objects=objects,
                 rank_objects=rank_objects,
                 step=clock.steps,
                 latest=latest,
                 keep=run.plan.keep,
             )
-            return self.saver.save(root, common, content, peers)
+            with progress(f"saving {root}/{common}"):
+                return self.saver.save(root, common, content, peers)
 
     @zckpt.collector_paused()
     def load(
@@ -136,7 +139,7 @@ class Checkpoints:
             raise TypeError("load_checkpoint(load_dir=None): give the folder that was passed to save_checkpoint()")
         self.saver.wait()
         peers, scope = GroupPeers.of(run), RestoreScope.choose(module_only, optimizer, scheduler)
-        with found_source(root, tag, peers) as checkpoint:
+        with progress(f"loading {root}"), found_source(root, tag, peers) as checkpoint:
             return _load(run, features, checkpoint, scope, strict=strict)
 
     def restore_from_memory(self, run: Run, features: Sequence[SavedFeature]) -> dict[str, Any]:
@@ -181,17 +184,22 @@ def _load(
     wanted = [shard for shard in _with_prefix(partition.shards_to_fill()) if shard.name in names]
     warn_rounded(wanted, checkpoint, peers.rank)
     prepared = on_every_rank(lambda: prepare(run, features, checkpoint, scope), peers, NOTHING_LOADED)
-    numbers: list[zckpt.ShardLike] = [*prepared.state.numbers, *stored(tensors)]
+    own = own_names(run, checkpoint, names, weights_only=not scope.run)
+    numbers: list[zckpt.ShardLike] = [*_renamed(prepared.state.numbers, own), *stored(tensors)]
     checkpoint.read(numbers, strict=False, verify="first", cast=True, peers=peers)
     on_every_rank(prepared.state.stage_numbers, peers, NOTHING_LOADED)
-    everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "ignore", verify="first", cast=True)
+    extra = [shard for f in features for shard in f.tensors_to_fill(weights_only=not scope.run)]
+    shards = [*_renamed([*wanted, *prepared.state.shards], own), *(each for each in extra if each.name in names)]
+    everything = zckpt.ReadRequest(shards, "ignore", verify="first", cast=True)
     fill = checkpoint.prepare_read(everything, peers)
     with run.clock.loading(f"the load of checkpoint {checkpoint.path}", scope.parts, is_whole=strict):
         partition.zero_grad()
+        for feature in features:
+            feature.reset_tensors()
         fill()
         if not run.plan.loads_full_masters:
             _round_masters(wanted, partition.params)
-        del fill, everything  # staged tensors are freed one by one as the optimizer adopts them
+        del fill, everything, shards  # staged tensors are freed one by one as the optimizer adopts them
         on_every_rank(prepared.commit, peers, "the load was not completed")
         partition.publish()
     if run.clock.phase is not Phase.HALF_LOADED:
@@ -232,11 +240,13 @@ def _checked(
 
 
 def _shards(run: Run, left_out: frozenset[str]) -> Iterator[zckpt.ShardLike]:
-    partition = run.parts.partition
-    yield from _with_prefix(shard for shard in partition.shards() if shard.name not in left_out)
+    partition, names = run.parts.partition, SavedNames.of(run)
+    for weight in partition.shards():
+        if weight.name not in left_out:
+            yield from (weight.renamed(name) for name in names.of_weight(weight.name))
     if run.optimizer is not None:
         for key, shard in zpartition.state_shards(run.optimizer, partition.holders):
-            yield shard.renamed(f"{OPTIMIZER}{key}.{shard.name}")
+            yield shard.renamed(names.of_state(key, shard.name))
 
 
 def stored(tensors: Mapping[str, torch.Tensor]) -> list[zckpt.Shard]:
@@ -250,6 +260,12 @@ def _with_prefix(shards: Iterable[Any]) -> Iterator[Any]:
         yield shard.renamed(MODEL + shard.name)
 
 
+def _renamed(shards: Iterable[Any], names: Mapping[str, str]) -> Iterator[Any]:
+    """Yield shards with the names under which this rank reads them."""
+    for shard in shards:
+        yield shard.renamed(names[shard.name]) if shard.name in names else shard
+
+
 def _small_state(
     run: Run, features: Sequence[SavedFeature], client_state: Mapping[str, Any], peers: GroupPeers
 ) -> tuple[dict[str, Any], dict[str, Any], list[zckpt.Shard]]:
@@ -258,14 +274,35 @@ def _small_state(
     objects, rank_objects, held = on_every_rank(
         lambda: (_objects(run, features, client_state, tensors), _rank_objects(run), stored(tensors)), peers
     )
+    of_group = SavedNames.of(run).objects(objects)
+    rank_objects |= {OWN: of_group} if of_group else {}
     # rank 0's counts and caller's state, which may differ between ranks, and what only some ranks know
-    own = ("number_forms", "frozen") if run.plan.parallel.degrees.pipeline > 1 else ("number_forms",)
-    common = ("features", "client_state", "metrics", "frozen", *own) if peers.rank == 0 else own
+    is_staged = run.plan.parallel.degrees.pipeline > 1
+    own = ("number_forms", "frozen", "features", "optimizer") if is_staged else ("number_forms",)
+    common = ("features", "client_state", "metrics", "frozen", *of_group, *own) if peers.rank == 0 else own
     of_ranks = peers.exchange({key: objects[key] for key in common})
     objects |= of_ranks[0]
     objects["number_forms"] = {key: form for each in of_ranks for key, form in each["number_forms"].items()}
     objects["frozen"] = sorted({name for each in of_ranks for name in each.get("frozen", ())})
+    if is_staged:
+        states = [each["features"] for each in of_ranks]
+        objects["features"] = {f.name: f.merge_states([each[f.name] for each in states]) for f in features if f.name}
+        objects["optimizer"] = _merged_options([each["optimizer"] for each in of_ranks])
     return objects, rank_objects, held if peers.rank == 0 else []
+
+
+def _merged_options(saved: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return rank 0's description of the optimizer; options that are by parameter are those of all stages."""
+    first = saved[0]
+    if first is None:
+        return None
+    groups = [dict(group) for group in first["groups"]]
+    for each in saved[1:]:
+        for group, other in zip(groups, [] if each is None else each["groups"]):
+            for key, value in other.items():
+                if isinstance(value, dict) and isinstance(group.get(key), dict):
+                    group[key] = {**value, **group[key]}
+    return {**first, "groups": groups}
 
 
 def _objects(
@@ -288,6 +325,7 @@ def _objects(
         "plan": run.plan.describe(),
         "frozen": [name for name, param in run.module.named_parameters() if not param.requires_grad],
         "zero_stage": run.plan.zero.stage,
+        GROUPS: SavedNames.of(run).num_groups,
         "reduce_at": run.plan.zero.reduce_at.value,
         "degrees": attrs.asdict(run.plan.parallel.degrees),
     }

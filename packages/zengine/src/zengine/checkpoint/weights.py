@@ -48,6 +48,7 @@ def load_weights(run: Run, path: str | os.PathLike[str], *, strict: bool, like: 
 
         weights = on_every_rank(open_weights, peers, _NOTHING)
         zpartition.load_slices(run.parts.partition, weights, strict=strict, fill_context=fill_context)
+    run.parts.partition.weights_replaced()
 
 
 def state_dict(run: Run, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def load_state_dict(run: Run, state_dict: Mapping[str, Any], *, strict: bool) ->
         )
         partition.synchronise()
         partition.refine(state_dict)
+    partition.weights_replaced()
     return result
 
 

@@ -16,19 +16,23 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
+import zcomm
+from zengine.build.assemble import Client
 from zengine.commands import CommandError
 from zengine.commands.config import facts_of, parse_auto
 from zengine.config import Facts, Plan, load, resolve
+from zengine.initialize import make_engine
 from zengine.planning.activations import CannotDryRun
 from zengine.planning.explanation import explain
 from zengine.planning.forecast import forecast
-from zengine.planning.measured import CannotMeasure, engine_starter, measure, single_process_plan
+from zengine.planning.measured import CannotMeasure, measure, single_process_plan
 from zengine.planning.models import (
     Batch,
     NotAFactory,
@@ -41,7 +45,8 @@ from zengine.planning.models import (
     shaped_batches,
     token_batches,
 )
-from zengine.planning.sizes import Workload, peak
+from zengine.planning.sizes import Workload, peak, rank_memory_bytes
+from zengine.progress import progress
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _EXAMPLE = 1e9  # parameters of the default transformer
@@ -75,9 +80,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
         autocast=plan.numerics.autocast,
     )
     try:
-        found = forecast(config, plan, facts, case, room_bytes=_room(arguments, facts))
+        with progress("dry runs of the model"):
+            found = forecast(config, plan, facts, case, room_bytes=_room(arguments, facts))
         if arguments.measure:
-            found = attrs.evolve(found, measured=_measured(plan, arguments, case))
+            with progress("training a few steps"):
+                found = attrs.evolve(found, measured=_measured(plan, arguments, case))
     except CannotDryRun as error:
         raise CommandError(str(error)) from None
     found = attrs.evolve(found, subject=subject)
@@ -121,14 +128,18 @@ def _room(arguments: argparse.Namespace, facts: Facts) -> int:
         if not found:
             raise CommandError(f'--memory "{arguments.memory}" is not a size; write 80GB or 24GiB')
         return int(float(found[1]) * float(_UNITS[found[2]]))
-    if facts.device_type == "cuda":
-        if not torch.cuda.is_available():
-            raise CommandError("there is no GPU to read the memory size of: pass --memory 80GB")
-        total: int = torch.cuda.get_device_properties(0).total_memory
-        return total
-    words = Path("/proc/meminfo").read_text().split()
-    num_ranks: int = arguments.world
-    return int(words[words.index("MemTotal:") + 1]) * 1024 // num_ranks
+    if facts.device_type == "cuda" and not torch.cuda.is_available():
+        raise CommandError("there is no GPU to read the memory size of: pass --memory 80GB")
+    return rank_memory_bytes(facts.device_type, arguments.world)
+
+
+def engine_starter(plan: Plan) -> Callable[[nn.Module], Any]:
+    """Return the `start` of `measure`: a function that makes an engine under `plan` in this process."""
+
+    def start(module: nn.Module) -> Any:
+        return make_engine(module, Client(), plan, zcomm.init(), zcomm.Groups.of(zcomm.Degrees(), 1, 0))
+
+    return start
 
 
 def _measured(plan: Plan, arguments: argparse.Namespace, case: Workload) -> tuple[int, int]:

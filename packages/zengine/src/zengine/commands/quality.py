@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from zengine.inference.quality import TextWindows, compare, text_windows
 from zengine.inference.quality_page import QualityData, quality_page
 from zengine.inference.quantized import projections
 from zengine.inference.sizes import gigabytes
+from zengine.progress import progress
 
 __all__ = ["run"]
 
 _CONTEXT = 512  # tokens of a window, unless the model has fewer positions
-_PROGRESS_S = 5.0  # between two lines of progress
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,13 +88,11 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _with_progress(windows: TextWindows) -> Iterator[Tensor]:
-    """Yield the windows; say on standard error how far they are, if it takes long."""
-    shown = time.monotonic()
-    for number, window in enumerate(windows):
-        yield window
-        if time.monotonic() - shown > _PROGRESS_S:
-            shown = time.monotonic()
-            print(f"{number + 1:,} of {len(windows):,} windows", file=sys.stderr)
+    """Yield the windows; show how far they are, if it takes long."""
+    with progress("comparing on windows of text", len(windows)) as advance:
+        for window in windows:
+            yield window
+            advance()
 
 
 def _full_nbytes(model: ReadyModel) -> int:

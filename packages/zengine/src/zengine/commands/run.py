@@ -15,7 +15,8 @@ the exit status are torchrun's.  It adds:
   `--master-addr`, the host that keeps the list of hosts.  When one joins or is gone, torchrun ends the ranks and
   starts them at the new world size; the script resumes from its newest checkpoint, which loads at any world size, and
   the config's section `elasticity` keeps the batch size.
-- inside a SLURM allocation, outside a task: prints or starts the `srun` line for the whole job.
+- inside a SLURM allocation of several nodes, outside a task: becomes an `srun` line with a torchrun on each node;
+  with `--elastic` too, which outlives a node only if the job was submitted with `--no-kill`.
 
 Rejected for elastic jobs: an agent of our own.  torchrun's watches members by heartbeats, does not count restarts for
 a changed membership as failures, and is what schedulers know.
@@ -26,6 +27,7 @@ Rejected: pdsh, MPI and ssh back-ends, which fail differently on every cluster.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import re
 import shlex
@@ -84,6 +86,7 @@ class Elastic:
     most: int
     endpoint: str  # host:port that keeps the list of hosts
     job: str  # name of the job there
+    address: str = ""  # this host's, if its name does not resolve to it
 
 
 @attrs.frozen(kw_only=True)
@@ -128,7 +131,12 @@ def commands(arguments: argparse.Namespace, environ: Mapping[str, str], here: st
     )
     elastic = elastic_of(arguments)
     if elastic is not None and not arguments.hostfile:
-        return [("", elastic_line(launch, elastic))]
+        if _is_allocation(environ):
+            address = arguments.master_addr or _first_node(environ)
+            joint = attrs.evolve(elastic, endpoint=f"{address}:{launch.port}")
+            each = attrs.evolve(launch, nproc=_nproc_of_nodes(launch, environ, arguments.nproc))
+            return [("", [*srun_line(environ, "--no-kill", "--kill-on-bad-exit=0"), *elastic_line(each, joint)])]
+        return [("", elastic_line(launch, attrs.evolve(elastic, address=unnamed_address(elastic.endpoint))))]
     if arguments.hostfile:
         hosts = _hosts(arguments)
         if elastic is not None:
@@ -141,7 +149,7 @@ def commands(arguments: argparse.Namespace, environ: Mapping[str, str], here: st
         ]
     if arguments.include or arguments.exclude:
         raise CommandError("--include and --exclude filter a --hostfile; on one host set CUDA_VISIBLE_DEVICES")
-    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ and int(environ.get("SLURM_NNODES", "1")) > 1:
+    if _is_allocation(environ):
         return [("", slurm_line(launch, environ, arguments.nproc))]
     return [("", torchrun_line(launch))]
 
@@ -193,13 +201,54 @@ def max_restarts_of(arguments: argparse.Namespace) -> int:
     return (100 if arguments.elastic else 0) if given is None else given
 
 
+def unnamed_address(endpoint: str) -> str:
+    """Return this host's address on the way to "address:port" if its own name does not resolve to it; else "".
+
+    torchrun tells other hosts the name of this one, and compares the endpoint with it to find out who keeps the list
+    of hosts.  A second interface, or a container, has an address without that name.
+    """
+    address, _, port = endpoint.rpartition(":")
+    try:
+        source = _source_address(address, int(port))
+    except OSError:  # an unknown name or network: torchrun says so
+        return ""
+    try:
+        named = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+    except OSError:  # the host does not know its own name
+        named = set()
+    return "" if source in named or ipaddress.ip_address(source).is_loopback else source
+
+
+def _source_address(address: str, port: int) -> str:
+    """Return the address from which this host sends to another; nothing is sent.  Raises OSError."""
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _address_options(elastic: Elastic) -> tuple[list[str], str]:
+    """Return options of torchrun, and of its --rdzv-conf, for a host whose address has no name."""
+    if not elastic.address:
+        return [], ""
+    host, _, port = elastic.endpoint.rpartition(":")
+    options = [f"--local-addr={elastic.address}"]
+    if elastic.address not in {str(each[4][0]) for each in socket.getaddrinfo(host, None)}:
+        return options, ",is_host=0"
+    with socket.socket(socket.AF_INET6 if ":" in elastic.address else socket.AF_INET) as probe:
+        is_kept = probe.connect_ex((elastic.address, int(port))) == 0  # by another process of this host
+    return options, f",is_host={int(not is_kept)}"
+
+
 def elastic_line(launch: Launch, elastic: Elastic, host: Host | None = None) -> list[str]:
     """Return the torchrun command of one host of an elastic job."""
     nproc = launch.nproc if host is None else len(host.devices)
+    options, more = _address_options(elastic)
     line = [
         *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={elastic.least}:{elastic.most}"),
         *(f"--nproc-per-node={nproc}", f"--max-restarts={launch.max_restarts}", "--rdzv-backend=c10d"),
-        *(f"--rdzv-endpoint={elastic.endpoint}", f"--rdzv-id={elastic.job}", f"--rdzv-conf={MEMBERSHIP}"),
+        *(f"--rdzv-endpoint={elastic.endpoint}", f"--rdzv-id={elastic.job}", f"--rdzv-conf={MEMBERSHIP}{more}"),
+        *options,
     ]
     line += ["-m", BOUND, *launch.script] if launch.binds_cores else [*launch.script]
     if host is not None and not host.uses_all:
@@ -209,8 +258,7 @@ def elastic_line(launch: Launch, elastic: Elastic, host: Host | None = None) -> 
 
 def slurm_line(launch: Launch, environ: Mapping[str, str], nproc: int) -> list[str]:
     """Return the srun command of an allocation: one torchrun per node, with the rendezvous on the first."""
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    per_node = nproc or (int(gpus) if gpus.isdigit() else launch.nproc)
+    per_node = _nproc_of_nodes(launch, environ, nproc)
     nodes = environ.get("SLURM_NNODES", "1")
     job = environ["SLURM_JOB_ID"]
     inner = [
@@ -220,7 +268,19 @@ def slurm_line(launch: Launch, environ: Mapping[str, str], nproc: int) -> list[s
         *(("-m", BOUND) if launch.binds_cores else ()),
         *launch.script,
     ]
-    return ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *inner]
+    return [*srun_line(environ), *inner]
+
+
+def _nproc_of_nodes(launch: Launch, environ: Mapping[str, str], nproc: int) -> int:
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    return nproc or (int(gpus) if gpus.isdigit() else launch.nproc)
+
+
+def srun_line(environ: Mapping[str, str], *options: str) -> list[str]:
+    """Return the beginning of a command that runs once on each node of the allocation."""
+    nodes = environ.get("SLURM_NNODES", "1")
+    # An allocation for more tasks a node has SLURM_NTASKS, which counts more than --ntasks-per-node.
+    return ["srun", *options, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
 
 
 def default_nproc(environ: Mapping[str, str]) -> int:
@@ -231,6 +291,11 @@ def default_nproc(environ: Mapping[str, str]) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+def _is_allocation(environ: Mapping[str, str]) -> bool:
+    """Return True inside an allocation of several nodes, outside of its tasks."""
+    return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ and int(environ.get("SLURM_NNODES", "1")) > 1
 
 
 def _first_node(environ: Mapping[str, str]) -> str:

@@ -21,12 +21,13 @@ ABSENT: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "elasticity.DSElasticAgent": (
-        "torchrun restarts the ranks of an elastic job: torchrun --nnodes=MIN:MAX --max-restarts=N train.py. "
-        "Checkpoints load at any number of ranks."
+        "torch's agent restarts the ranks of an elastic job: zengine run --elastic MIN:MAX train.py, or torchrun "
+        "--nnodes=MIN:MAX --max-restarts=N train.py. Checkpoints load at any number of ranks."
     ),
-    "autotuning.Autotuner": (
-        "experiments are not started from the command line. `zengine plan ds.json` predicts memory and traffic of a "
-        "config, and zengine.planning recommends one; then start the script without --autotuning."
+    **dict.fromkeys(
+        ("ops.sparse_attention.matmul.MatMul", "ops.sparse_attention.softmax.Softmax"),
+        "it is a Triton kernel for blocks of a matrix. Use ops.sparse_attention.SparseSelfAttention, or the mask of "
+        "zengine.sparse_attention for FlexAttention and scaled_dot_product_attention.",
     ),
     **dict.fromkeys(
         ("runtime.pipe.dualpipev.DualPipeVEngine", "runtime.pipe.dualpipev.DualPipeVModule"),

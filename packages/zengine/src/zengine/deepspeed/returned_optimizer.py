@@ -27,6 +27,7 @@ from zengine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, EngineF
 from zengine.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from zengine.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from zengine.deepspeed.runtime.fp16.loss_scaler import loss_scaler_over
+from zengine.deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from zengine.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from zengine.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zengine.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -105,6 +106,9 @@ def _deepspeeds_class(own: type[Any], plan: Plan) -> type[Any]:
         zoptim.Lion: (FusedLion, DeepSpeedCPULion),
         zoptim.LAMB: (FusedLamb, FusedLamb),
         zoptim.Adagrad: (type(None), DeepSpeedCPUAdagrad),
+        zoptim.OneBitAdam: (OnebitAdam, OnebitAdam),
+        zoptim.OneBitLamb: (OnebitLamb, OnebitLamb),
+        zoptim.ZeroOneAdam: (ZeroOneAdam, ZeroOneAdam),
     }
     return classes.get(own, (type(None), type(None)))[is_on_host]
 

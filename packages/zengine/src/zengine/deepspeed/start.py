@@ -27,6 +27,7 @@ from zengine.config.grammar.source import read
 from zengine.config.plan.elastic import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed, initialize_mesh_device, is_initialized
 from zengine.deepspeed.comm.discovery import discover_ranks
+from zengine.deepspeed.elasticity.config import elastic_errors
 from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.returned_optimizer import ReturnedOptimizer
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -59,6 +60,7 @@ _engines: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueD
 _numbers = itertools.count()
 
 
+@elastic_errors()
 @zpartition.suspend_init()
 def initialize(
     args: Any = None,
@@ -79,7 +81,7 @@ def initialize(
 
     mesh_param: a DeviceMesh, or DeepSpeed's (data parallel, sequence parallel) sizes.
 
-    Raises what `zengine.initialize` does, and
+    Raises what `zengine.initialize` does (for the section `elasticity` alone also an ElasticityError), and
         ValueError: sizes do not match the world size.
         AssertionError (DeepSpeed's): there is no model, or the config says that the optimizer is none that may be
             sharded.

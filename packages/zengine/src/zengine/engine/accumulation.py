@@ -56,6 +56,11 @@ def _with_batch(run: Run, train: int, micro: int, accumulation: int) -> Run:
             f"batch sizes change between steps; {clock.position} is running. Change them after a step() "
             "that returned a report."
         )
+    if run.plan.batch.uneven:
+        raise ValueError(
+            f"the batch of {run.plan.batch.train_batch_size} samples is shared unevenly by {run.plan.batch.replicas} "
+            "replicas and stays as it is: elasticity keeps it at every world"
+        )
     batch = attrs.evolve(run.plan.batch, train_batch_size=train, micro_batch_size=micro, accumulation=accumulation)
     clock.accumulation, clock.samples_per_micro_step = accumulation, micro * batch.replicas
     if loader is not None:

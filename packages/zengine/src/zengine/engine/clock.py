@@ -16,6 +16,8 @@ from typing import Protocol, final
 
 import attrs
 
+from zengine.pages import Page, explained
+
 
 class Phase(enum.Enum):
     """Progress within a micro-step."""
@@ -59,6 +61,7 @@ class Sync(enum.Enum):
     LOCAL = "local"  # kept on this rank until a later reduction: costs a whole gradient per rank
 
 
+@explained(Page.CALL_ORDER)
 class CallOrderError(RuntimeError, AssertionError):
     """forward, backward and step were called in a wrong order.  DeepSpeed raises AssertionError for that."""
 
@@ -103,6 +106,7 @@ class Clock:
 
     accumulation: int  # micro-steps per step
     samples_per_micro_step: int  # over all replicas
+    uneven_batch: int = 0  # samples of a step whose micro-steps differ; 0: they are equal
     phase: Phase = Phase.IDLE
     boundary: Boundary = Boundary.COUNTED
     sync: Sync = Sync.REDUCE
@@ -214,7 +218,7 @@ class Clock:
 
     def end_step(self, *, applied: bool) -> None:
         """Count a boundary, applied or skipped."""
-        counted = self.index * self.samples_per_micro_step
+        counted = self.uneven_batch or self.index * self.samples_per_micro_step
         self.samples += counted if self.step_samples is None else self.step_samples
         self.index, self.step_samples = 0, None
         self.steps += 1

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from zengine.engine.digest import fingerprint, is_fixed, mix, to_plain, value_code
+from zengine.pages import Page, explained
 
 if TYPE_CHECKING:
     from zcomm import Groups
@@ -48,6 +49,7 @@ _DROPPED = "The gradients of this step were dropped, and no weight has moved."
 Facts = dict[str, tuple[Any, str]]  # by name: a JSON value to compare, and its text
 
 
+@explained(Page.RANKS_DISAGREE)
 class RanksDisagree(ValueError):
     """Ranks have different configs, models, data or versions, or an option changed on some ranks only."""
 
@@ -78,7 +80,7 @@ class Drift:
 
     groups: Groups
     device: torch.device
-    exchange: Callable[[Any], list[Any]]  # all-gathers a value of each rank of `groups`
+    exchange: Callable[[Any], list[Any]]  # all-gathers a value of each of `groups.replica_ranks()`
     topics: list[tuple[Topic, int]] = attrs.field(factory=list)  # each with this rank's coefficient
 
     def add(self, topic: Topic) -> None:
@@ -106,7 +108,7 @@ class Drift:
         if total == 0:
             return
         everyone = self.exchange([[topic.ranks, topic.facts()] for topic, _ in self.topics])
-        numbers = sorted(self.groups.table.reshape(-1).tolist())
+        numbers = self.groups.replica_ranks()
         for index, (topic, _) in enumerate(self.topics):
             found = {rank: topics[index] for rank, topics in zip(numbers, everyone)}
             for group in {tuple(ranks): None for ranks, _ in found.values()}:
@@ -122,7 +124,8 @@ def make_drift(
     exchange: Callable[[Any], list[Any]],
 ) -> Drift:
     """Return a comparison of the optimizer's options and of the trained parameters."""
-    drift, ranks = Drift(groups, partition.device, exchange), groups.ranks(*_SAME_PARAMETERS)
+    drift = Drift(groups, partition.device, exchange)
+    ranks = groups.ranks(*(_SAME_PARAMETERS[1:] if groups.independent else _SAME_PARAMETERS))
     drift.add(Options(ranks, lambda: [] if optimizer is None else optimizer.param_groups))
     drift.add(Trained(ranks, partition))
     return drift

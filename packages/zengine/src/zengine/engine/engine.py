@@ -53,9 +53,12 @@ class Engine(nn.Module):
         clock = Clock(
             accumulation=plan.batch.accumulation,
             samples_per_micro_step=plan.batch.micro_batch_size * plan.batch.replicas,
+            uneven_batch=sum(step.batch for step in plan.batch.uneven),
             boundary=Boundary.COUNTED if plan.managed_accumulation else Boundary.FORCED,
         )
         losses = StepLoss(clock, parts.world.device, plan.parallel.gradient_ranks, parts.exchange)
+        for step in plan.batch.uneven:
+            losses.factors = step.factors(parts.groups.get_data_parallel_rank())
         self._run = Run(module, parts, plan, clock, losses)
         self._features: tuple[Feature, ...] = ()
         self._last_report: StepReport | None = None

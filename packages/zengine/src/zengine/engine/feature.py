@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zengine.engine.clock import MicroStep
     from zengine.engine.parts import Run
     from zengine.step_report import StepReport
-    from zpartition import Partition
+    from zpartition import LazyShard, Partition, Shard
 
 
 class Feature:
@@ -72,8 +72,28 @@ class Feature:
         """Return the state to save; must be JSON-able."""
         return {}
 
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the state to save, from those of all ranks of a pipeline, rank 0's first."""
+        return states[0]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+    def tensors(self) -> Iterator[Shard | LazyShard]:
+        """Yield the tensors to save, with their addresses and their names in a checkpoint."""
+        return iter(())
+
+    def tensors_to_fill(self, *, weights_only: bool) -> Iterator[Shard]:
+        """Yield memory for the tensors to load, named as by `tensors`; those that a checkpoint lacks are not filled.
+
+        Called after `prepare_load`, before anything changes.
+
+        weights_only: counters and optimizer are not restored.
+        """
+        return iter(())
+
+    def reset_tensors(self) -> None:
+        """Clear the tensors that a checkpoint may lack; called before they are filled."""
 
     def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Check a state without changes; return a function that restores it and cannot fail.

@@ -58,6 +58,7 @@ class StepLoss:
     device: torch.device
     replicas: int  # ranks that average their gradients
     exchange: Callable[[float | None], list[float | None]]  # all-gathers a number of each rank
+    factors: Sequence[float] = ()  # of each micro-step's mean, if a step is uneven (data/order/uneven.py)
     has_agreed: bool = False  # the ranks have exchanged their first weights
     kind: Kind = Kind.UNKNOWN
     loss: Tensor | float = 0.0  # () float64: sum of the shares of this rank
@@ -67,7 +68,8 @@ class StepLoss:
         """Return the contribution of `loss` to the step, which is differentiated.
 
         loss: () or (1,), with a graph.  weight: number of units of its mean; None: micro-batches count equally.
-        divides: divide an unweighted loss by the number of micro-steps.
+        divides: divide an unweighted loss by the number of micro-steps; in an uneven step, the mean over the batch is
+            not multiplied by it.
 
         Raises:
             ValueError: the weight is negative or not finite; or only some backwards of a step have a weight, on this
@@ -86,7 +88,12 @@ class StepLoss:
             )
         self.kind = kind
         checked = None if weight is None else _check_weight(weight)
+        factor = self.factors[micro.index] if self.factors else 1.0 / micro.count
+        if checked is not None and not factor:
+            checked = 0.0 * checked  # the batch stands in for an empty share
         self.agree_on_unit(checked, micro)
+        if checked is None and self.factors:
+            return _without_empty(loss * (factor if divides else factor * micro.count), factor)
         if checked is None:
             return loss / micro.count if divides and micro.count != 1 else loss
         self.weight = self.weight + checked

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 import zcomm
+from zengine.pages import Page, explained
 
 if TYPE_CHECKING:
     from zengine.engine.parts import Run
@@ -41,6 +42,7 @@ _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+@explained(Page.OUT_OF_MEMORY)
 class OutOfMemory(torch.OutOfMemoryError, MemoryError):
     """A rank ran out of memory.  The message has the amount, the owners of the memory, and what to change."""
 

@@ -16,7 +16,7 @@ from torch import nn
 __all__ = ["collisions", "lookup", "public_names", "warning_of_collisions"]
 
 _NN_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
-_HYBRID = ("rollout", "begin_rollout", "log_probs", "opened")  # of the engine that the section hybrid_engine makes
+_HYBRID = ("rollout", "begin_rollout", "log_probs", "opened", "turns")  # if the section hybrid_engine is enabled
 _RENAMED = {"world": "parts.world", "bench_done": "monitor.bench_done"}  # old names, of version 0.2
 
 

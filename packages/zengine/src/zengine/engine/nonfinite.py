@@ -22,9 +22,11 @@ import torch
 
 import zcomm
 import zprecision
+from zengine.pages import Page, explained
 from zengine.step_report import UNKNOWN_RANK, NonFiniteGradient
 
 
+@explained(Page.NOT_FINITE)
 class LossScaleExhausted(RuntimeError):
     """Gradients overflow although the loss scale is at its floor: scaling cannot help."""
 

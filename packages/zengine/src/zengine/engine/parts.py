@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -179,7 +179,11 @@ class SavedFeature(Protocol):
     @property
     def name(self) -> str: ...  # "": no state
     def state_dict(self) -> Mapping[str, Any]: ...
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]: ...
     def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]: ...
+    def tensors(self) -> Iterator[zpartition.Shard | zpartition.LazyShard]: ...
+    def tensors_to_fill(self, *, weights_only: bool) -> Iterator[zpartition.Shard]: ...
+    def reset_tensors(self) -> None: ...
 
 
 class CheckpointSlot(Protocol):

@@ -78,6 +78,11 @@ def accept_plain_gradients(run: Run) -> None:
             f"step() {clock.position} found gradients of a plain loss.backward() inside no_sync(), where they would "
             "be reduced: call engine.backward(loss) there, or step() outside"
         )
+    if run.plan.batch.uneven:
+        raise CallOrderError(
+            f"step() {clock.position} found gradients of a plain loss.backward(), which lack the weight of this "
+            "rank's share of an uneven batch: call engine.backward(loss), or engine.scale(loss).backward()"
+        )
     with clock.backward() as micro:
         run.losses.agree_on_unit(None, micro)
         run.losses.mark_unknown(micro)

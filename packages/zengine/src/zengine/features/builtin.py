@@ -1,10 +1,11 @@
 """Small features: expert balancing, background saves, marks of the loader, dump_state, Python's garbage collector,
-unfreezing.
+unfreezing, a check of uneven shares.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -13,15 +14,20 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zengine.data.tree import iter_tensors
 from zengine.engine.feature import Feature
 from zengine.imports import is_imported
 
 if TYPE_CHECKING:
     from zengine.data.loaders.base import Loader
+    from zengine.data.order.uneven import UnevenStep
+    from zengine.engine.clock import Clock
     from zengine.engine.parts import CheckpointSlot, Run
     from zengine.step_report import StepReport
     from zpartition import Partition
     from zpartition.experts import Router
+
+log = logging.getLogger("zengine")
 
 
 @final
@@ -53,6 +59,63 @@ def balancing_features(module: nn.Module) -> tuple[Feature, ...]:
 
     routers = balanced_routers(module)
     return (Balancing(routers),) if routers else ()
+
+
+@final
+class GradientErrors(Feature):
+    """Keeps the errors that quantized gradients feed back in the units of the gradients: see zcomm.ErrorFeedback.
+
+    They are not saved: they belong to one rank's messages, whose number and content follow from the world.
+    """
+
+    run: Run
+
+    def attach(self, run: Run) -> None:
+        self.run = run
+
+    def step_end(self, report: StepReport) -> None:
+        """Follow the loss scale, which the messages of the next step carry."""
+        if not self.run.plan.scales_losses:
+            return
+        scale = float(self.run.parts.scaler.factor)
+        if scale != report.loss_scale:
+            for errors in self.run.parts.partition.gradient_errors():
+                errors.scale(scale / report.loss_scale)
+
+    def reset_tensors(self) -> None:
+        """Clear the errors of other weights."""
+        if self.run.parts.world.rank == 0:
+            log.info("zeropp_loco_param: a checkpoint has no errors of quantized gradients; they begin at zero")
+        for errors in self.run.parts.partition.gradient_errors():
+            errors.reset()
+
+
+@final
+class UnevenRows(Feature):
+    """Checks that each batch has the samples of this rank's share of an uneven step (data/order/uneven.py)."""
+
+    clock: Clock
+    rank: int  # among the replicas
+
+    def __init__(self, step: UnevenStep) -> None:
+        self.step = step
+
+    def attach(self, run: Run) -> None:
+        self.clock, self.rank = run.clock, run.parts.groups.get_data_parallel_rank()
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Raise ValueError if no tensor has as many samples in its first or second dimension; not in evaluation."""
+        index = min(self.clock.index, self.step.accumulation - 1)
+        expected = max(1, len(self.step.share(index, self.rank)))
+        shapes = [tuple(tensor.shape) for tensor in iter_tensors((args, kwargs))]
+        if torch.is_grad_enabled() and shapes and not any(expected in shape[:2] for shape in shapes):
+            raise ValueError(
+                f"forward() {self.clock.position} got tensors of shapes {', '.join(map(str, shapes[:3]))}, and this "
+                f"rank's share of the batch of {self.step.batch} samples there has {expected}: "
+                f"{self.step.world_size} replicas do not divide it. Take batches from the loader of "
+                "initialize(training_data=...), or start a number of replicas that divides it"
+            )
+        return args, kwargs
 
 
 @final

@@ -4,9 +4,9 @@ In step t (from 0) layer i of L is kept with probability 1 - (i / L) (1 - theta(
 config's theta: theta(t) = (1 - theta) exp(-gamma t) + theta.  As with DeepSpeed, which computes theta at the end of a
 step, the first two steps see theta(0) and the third sees theta(1).
 
-A module whose forward names the keyword `pld_theta` gets it (and `progressive_layer_drop=True`) while it trains, as
-with DeepSpeed, and skips its layers itself.  Other modules need no change: the config names a list of layers, and the
-engine skips them.
+A module whose forward names the keyword `pld_theta`, or takes any (`**kwargs`), gets it (and
+`progressive_layer_drop=True`) while it trains, as with DeepSpeed, and skips its layers itself.  Other modules need no
+change: the config names a list of layers, and the engine skips them.
 
 - Whether a layer runs is a function of (seed, step, layer), so all ranks skip the same layers, as stage 3 needs, and
   activation checkpointing replays the choice.  All micro-steps of a step have the same choice.
@@ -23,10 +23,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 from torch import Tensor, nn
 
 import zpartition
@@ -45,8 +45,8 @@ log = logging.getLogger("zengine")
 
 
 def theta_at(step: int, theta: float, gamma: float) -> float:
-    """Return theta(step) = (1 - theta) exp(-gamma step) + theta."""
-    return (1.0 - theta) * math.exp(-gamma * step) + theta
+    """Return theta(step) = (1 - theta) exp(-gamma step) + theta, with numpy's exp, as DeepSpeed computes it."""
+    return float((1.0 - theta) * np.exp(-gamma * step) + theta)
 
 
 def is_kept(seed: int, step: int, layer: int, probability: float) -> bool:
@@ -77,11 +77,11 @@ class LayerDrop(Feature):
         """Find the layers, unless the module takes theta.
 
         Raises:
-            ValueError: `layers` names none; or it is empty and forward of the module does not name `pld_theta`.
+            ValueError: `layers` names none; or it is empty and forward of the module does not take `pld_theta`.
         """
         self.module, self.clock, self.telemetry = run.module, run.clock, run.parts.telemetry
         if not self.plan.layers:
-            _check_takes_theta(run.module)
+            _check_takes_theta(run.module, is_first=run.parts.world.rank == 0)
             return
         named = find_named_layers(run.module, self.plan.layers, "progressive_layer_drop.layers")
         _check_owned(named, zpartition.pipeline_stages_of(run.module))
@@ -149,8 +149,8 @@ class LayerDrop(Feature):
             layer.restore()
 
 
-def _check_takes_theta(module: nn.Module) -> None:
-    """Raise ValueError unless forward of `module` names `pld_theta`."""
+def _check_takes_theta(module: nn.Module, *, is_first: bool) -> None:
+    """Raise ValueError unless forward of `module` takes `pld_theta`; rank 0 warns if only its `**kwargs` do."""
     parameters = inspect.signature(module.forward).parameters
     if KEYWORD in parameters:
         return
@@ -159,11 +159,21 @@ def _check_takes_theta(module: nn.Module) -> None:
         for name, part in module.named_modules()
         if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) > 1
     ]
-    raise ValueError(
-        f"progressive_layer_drop: forward() of {type(module).__name__} does not name the keyword {KEYWORD}, so it "
-        f'would skip nothing. Set "layers" to the list of layers to skip; lists of this model, with their lengths: '
-        f"{', '.join(lists) or 'none'}"
-    )
+    found = ", ".join(lists) or "none"
+    advice = f'"layers" to the list of layers to skip; lists of this model, with their lengths: {found}'
+    if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        raise ValueError(
+            f"progressive_layer_drop: forward() of {type(module).__name__} does not take the keyword {KEYWORD}, so "
+            f"it would skip nothing. Set {advice}"
+        )
+    if is_first:
+        log.warning(
+            "progressive_layer_drop: forward() of %s takes %s among its **kwargs; if it does not read it there, "
+            "nothing is skipped. Then set %s",
+            type(module).__name__,
+            KEYWORD,
+            advice,
+        )
 
 
 def _check_owned(named: NamedLayers, stages: zpartition.ModelParallelGroup) -> None:

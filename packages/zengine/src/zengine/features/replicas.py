@@ -94,7 +94,7 @@ class VerifyReplicas(Feature):
         hashes = _hashes(list(replicas.values()))
         scalars = _scalars(self.run)
         groups = self.run.parts.groups
-        world, peers = groups.world(), zlib.crc32(repr(groups.ranks("replicate", "shard", "sequence")).encode())
+        world, peers = groups.world(), zlib.crc32(repr(groups.gradient_ranks()).encode())
         everyone = zcomm.all_gather_object([peers, scalars, dict(zip(replicas, hashes))], world)
         names = {name: "missing" for theirs in everyone for name in theirs[1]}
         if differing := _differing([[theirs[0], {**names, **theirs[1]}] for theirs in everyone]):

@@ -157,9 +157,14 @@ def _numbers(settings: SignalSettings) -> tuple[int, ...]:
 
 @final
 class Signals(Feature):
-    """Serves recorded signals at each boundary.  One all-reduce of two numbers over all ranks per step."""
+    """Serves recorded signals at each boundary.  One all-reduce of two numbers over all ranks per step.
+
+    Replica groups of diloco meet at the end of a round only, so signals wait for it.
+    """
 
     run: Run
+    every: int  # steps between two votes, from step `start` on; before, every step
+    start: int
 
     def __init__(self, settings: SignalSettings, save: Save) -> None:
         self.settings = settings
@@ -169,10 +174,14 @@ class Signals(Feature):
 
     def attach(self, run: Run) -> None:
         self.run = run
+        diloco = run.plan.diloco
+        self.every, self.start = diloco.sync_every or 1, diloco.start_step
         self.catcher.open()
         self._release = weakref.finalize(self, Catcher.close, self.catcher)
 
     def step_end(self, report: StepReport) -> None:
+        if max(report.step - self.start, 0) % self.every:
+            return
         taken = frozenset(self.catcher.pending)
         saves, leaves = self._agree(taken)
         if not (saves or leaves):

@@ -27,8 +27,10 @@ from zengine.build.assemble import Client
 from zengine.build.groups import process_layout
 from zengine.build.mpu import groups_for_model
 from zengine.config import Config, Plan, resolve
+from zengine.config.keys.zero import NO_ZENFLOW
 from zengine.config.plan.optimizer import OptimizerPlan
 from zengine.config.plan.telemetry import ProfilingPlan, TelemetryPlan
+from zengine.config.plan.zero import selective_policy
 from zengine.data.tree import map_tensors
 from zengine.imports import is_pipeline
 from zengine.initialize import facts_of_world, make_engine
@@ -103,11 +105,12 @@ class Play:
     def _step(self, engine: Any, step: int, rank: int, values: UnknownValues) -> None:
         subject, script = self.subject, self.subject.script
         draw = random.Random(f"{script.seed} step {step} rank {rank}")
-        size, count = engine.plan.batch.micro_batch_size, engine.gradient_accumulation_steps()
+        sizes = engine.plan.batch.sizes_of(engine.parts.groups.get_data_parallel_rank())
+        count = engine.gradient_accumulation_steps()
 
         def batches() -> Iterator[Any]:
-            for _ in range(count):
-                yield map_tensors(subject.make_batch(size), values.mark)
+            for index in range(count):
+                yield map_tensors(subject.make_batch(sizes[index]), values.mark)
 
         with _constants(_droppable(engine, draw) if step in script.misses else []):
             if subject.train is not None:
@@ -130,16 +133,21 @@ def _start(subject: PlayedRun, world: zcomm.World) -> Any:
 
 
 def playable(plan: Plan) -> Plan:
-    """Return the plan without telemetry, profilers and files, and with an optimizer."""
+    """Return the plan without telemetry, profilers and files, and with an optimizer.
+
+    Without ZenFlow, too, which reads gradients: its ranks sum columns in steps that the policy says.
+    """
     optimizer = plan.optimizer if plan.optimizer.type else OptimizerPlan(type="AdamW")
     offload = plan.zero.offload
     offload = attrs.evolve(offload, states=_in_memory(offload.states), weights=_in_memory(offload.weights))
+    offload = attrs.evolve(offload, selective=selective_policy(NO_ZENFLOW))
     return attrs.evolve(
         plan,
         telemetry=TelemetryPlan(throughput=False),
         profiling=ProfilingPlan(),
         optimizer=optimizer,
         zero=attrs.evolve(plan.zero, offload=offload),
+        zenflow=NO_ZENFLOW,
         log_level="",
     )
 

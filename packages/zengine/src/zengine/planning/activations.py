@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zengine._compat import fake_tensors, have_dry_runs, watching
 from zengine.planning.hollow import HollowTensors
 
-__all__ = ["Activations", "CannotDryRun", "call_model", "dry_run", "loss_of"]
+__all__ = ["Activations", "CannotDryRun", "call_model", "copy_without_memory", "dry_run", "loss_of"]
 
 Watching = Callable[[Callable[[list[Any]], None]], AbstractContextManager[Any]]
 
@@ -126,7 +126,7 @@ class _Run:
     def tracked(self, running: AbstractContextManager[Any], watching: Watching) -> Activations:
         """Run forward and backward inside `running`; `watching` tells the results of operations."""
         with running, self._default_device():
-            module, given = _copy_without_memory(self.module, self.device), self.batch()
+            module, given = copy_without_memory(self.module, self.device), self.batch()
             for param in module.parameters():
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
@@ -150,8 +150,11 @@ class _Run:
         return torch.autocast(self.device, dtype=self.autocast) if is_on else nullcontext()
 
 
-def _copy_without_memory(module: nn.Module, device: str) -> nn.Module:
-    """Return a copy of `module` on tensors without memory; shared tensors stay shared."""
+def copy_without_memory(module: nn.Module, device: str) -> nn.Module:
+    """Return a copy of `module` in training mode, on tensors without memory; shared tensors stay shared.
+
+    Weights may be sharded: shapes suffice.  device: "meta", or another one inside a mode that allocates nothing.
+    """
     copies: dict[int, Any] = {}
 
     def empty(tensor: Tensor) -> Any:
@@ -161,8 +164,11 @@ def _copy_without_memory(module: nn.Module, device: str) -> nn.Module:
             copies[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_param else made
         return copies[id(tensor)]
 
-    copied = copy.deepcopy(module, {id(t): empty(t) for t in (*module.parameters(), *module.buffers())})
-    return copied.train()
+    memo: dict[int, Any] = {id(t): empty(t) for t in (*module.parameters(), *module.buffers())}
+    for each in module.modules():
+        params: dict[str, nn.Parameter | None] = vars(each)["_parameters"]  # of a partition's own class at stage 3
+        memo[id(params)] = {name: None if param is None else empty(param) for name, param in dict.items(params)}
+    return copy.deepcopy(module, memo).train()
 
 
 def _drop_grad(param: Tensor) -> None:

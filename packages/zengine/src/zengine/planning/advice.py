@@ -20,7 +20,8 @@ from torch import nn
 
 import zoptim
 from zengine.config import Config, ConfigError, Facts, Plan, load, resolve
-from zengine.planning.sizes import Sizes, at_stage, reduces_once, sizes
+from zengine.planning.rounds import rounds_of
+from zengine.planning.sizes import Sizes, at_stage, optimizer_factory, reduces_once, sizes
 from zengine.planning.tables import gib, ranks
 from zprecision import DynamicScaling
 
@@ -305,6 +306,23 @@ def advise_offload(case: Case) -> Iterator[Advice]:
         )
 
 
+def advise_rounds(case: Case) -> Iterator[Advice]:
+    """Rounds of local steps: bytes between the groups, in the step that sends most and on average."""
+    plan = case.plan
+    make = optimizer_factory(case.module, plan)
+    rounds = rounds_of(case.module, plan, world_size=case.num_ranks, optimizer=make)
+    if rounds is None or not rounds.flows:
+        return
+    between = plan.diloco.sync_every // plan.diloco.fragments
+    (flow,) = rounds.flows
+    yield Advice(
+        text=f"diloco: a rank sends {gib(rounds.peak_bytes)} to the other groups in a step, once in {between} steps, "
+        f"which is {gib(flow.num_bytes)} in each on average; gradients over all groups would take "
+        f"{gib(rounds.plain_bytes)} in each. Outer weights and momentum are "
+        f"{gib(sum({**rounds.device, **rounds.elsewhere}.values()))} of a rank's memory, the message included."
+    )
+
+
 def advise_small_parameters(case: Case) -> Iterator[Advice]:
     """Small parameters, which stage 3 does not shard."""
     zero = case.plan.zero
@@ -334,6 +352,7 @@ RULES: tuple[Rule, ...] = (
     advise_stage,
     advise_live_parameters,
     advise_offload,
+    advise_rounds,
     advise_small_parameters,
 )
 

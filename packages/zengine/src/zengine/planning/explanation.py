@@ -11,7 +11,7 @@ from torch import nn
 from zengine.config import Config, Facts, Plan
 from zengine.config.plan.rows import text_of
 from zengine.planning.advice import Case, advice_lines
-from zengine.planning.sizes import Sizes, at_stage
+from zengine.planning.sizes import Sizes, at_stage, switch_bytes
 from zengine.planning.tables import columns, gib, ranks, section, wrapped
 
 __all__ = ["Explanation", "explain"]
@@ -54,6 +54,7 @@ class Explanation:
         """Format the batch sizes with their origins."""
         batch, terms = self.plan.batch, []
         for word, key, name in _BATCH:
+            word = "in shares of at most" if batch.uneven and key == "train_micro_batch_size_per_gpu" else word
             origin = self.plan.origins.get(key or "train_batch_size", "default")
             terms.append(f"{word} {getattr(batch, name)} ({origin})")
         return " ".join(terms)
@@ -68,6 +69,7 @@ class Explanation:
             "plan": [[key, _plain(value), self._origin(key)] for key, value in self.plan.rows()],
             "model": self.subject,
             "memory_bytes": self.sizes.memory.ledger() | {"total": self.sizes.memory.total_bytes},
+            "switch_bytes": switch_bytes(self.sizes, self.plan),
             "traffic": [attrs.asdict(flow) for flow in self.sizes.traffic.flows],
             "stages": [
                 {"stage": stage, "memory_bytes": each.memory.total_bytes, "sent_bytes": each.traffic.total_bytes}
@@ -95,7 +97,10 @@ class Explanation:
         memory = self.sizes.memory
         owners = [(owner, gib(size)) for owner, size in memory.ledger().items() if size]
         total = "total on the device" if memory.elsewhere else "total"
-        return columns([*owners, (total, gib(memory.total_bytes))], right=1)
+        rows = [*owners, (total, gib(memory.total_bytes))]
+        if switch := switch_bytes(self.sizes, self.plan):
+            rows.append(("weights of a rollout, meanwhile", gib(switch)))
+        return columns(rows, right=1)
 
     def _traffic_lines(self) -> list[str]:
         traffic = self.sizes.traffic

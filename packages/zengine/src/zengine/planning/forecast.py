@@ -91,6 +91,9 @@ class Forecast:
             ("peak: all except the smaller activations", gib(own.total)),
             (f"usable ({USABLE:.0%} of {gib(self.room_bytes)})", gib(self.usable_bytes)),
         ]
+        if own.switch:
+            rows.insert(-2, ("weights of a rollout, without its cache", gib(own.switch)))
+            rows[-2] = ("peak: of a step or of a switch to a rollout", gib(own.total))
         if memory.host_bytes:
             rows.insert(-2, ("host memory, for offload", gib(memory.host_bytes)))
         verdict = "it fits" if self.own_fits else f"it does not fit: {gib(own.total - self.usable_bytes)} over"
@@ -171,5 +174,6 @@ def _as_json(found: Peak) -> dict[str, Any]:
         "peak_bytes": found.total,
         "between_steps_bytes": found.between_steps,
         "activation_bytes": found.activations.peak,
+        "switch_bytes": found.switch,
         "sent_bytes": found.sizes.traffic.total_bytes,
     }

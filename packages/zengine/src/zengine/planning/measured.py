@@ -20,12 +20,11 @@ import attrs
 import torch
 from torch import nn
 
-import zcomm
 from zengine.config import BatchPlan, OptimizerPlan, Plan
 from zengine.data.tree import map_tensors
 from zengine.planning.activations import call_model, loss_of
 
-__all__ = ["CannotMeasure", "Measured", "engine_starter", "measure", "single_process_plan"]
+__all__ = ["CannotMeasure", "Measured", "measure", "single_process_plan"]
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -87,17 +86,6 @@ def single_process_plan(plan: Plan) -> Plan:
     zero = attrs.evolve(plan.zero, shard_group_size=0, gradient_hop_size=0, secondary_group_size=0)
     optimizer = plan.optimizer if plan.optimizer.type else OptimizerPlan(type="AdamW")
     return attrs.evolve(plan, batch=own, zero=zero, optimizer=optimizer)
-
-
-def engine_starter(plan: Plan) -> Callable[[nn.Module], Any]:
-    """Return the `start` of `measure`: a function that makes an engine under `plan` in this process."""
-    from zengine.build.assemble import Client
-    from zengine.initialize import make_engine
-
-    def start(module: nn.Module) -> Any:
-        return make_engine(module, Client(), plan, zcomm.init(), zcomm.Groups.of(zcomm.Degrees(), 1, 0))
-
-    return start
 
 
 class _CudaMeter:

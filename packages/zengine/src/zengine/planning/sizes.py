@@ -11,6 +11,7 @@ GPU's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, final
 
 import attrs
@@ -20,10 +21,12 @@ from torch.nn import Parameter
 
 import zoptim
 import zpartition
+from zengine.adapters.merging import DenseSizes, dense_sizes
 from zengine.config import Plan
 from zengine.config.plan.precision import default_master_dtype
 from zengine.config.plan.zero import reduce_at
 from zengine.planning.activations import Activations, dry_run
+from zengine.planning.rounds import rounds_of, with_rounds
 
 __all__ = [
     "Peak",
@@ -36,8 +39,11 @@ __all__ = [
     "largest_micro_batch",
     "optimizer_factory",
     "peak",
+    "rank_memory_bytes",
     "reduces_once",
     "sizes",
+    "step_traffic_bytes",
+    "switch_bytes",
 ]
 
 _USUAL = "AdamW"  # optimizer of a config that leaves it to the caller
@@ -51,6 +57,7 @@ class Sizes:
 
     memory: zpartition.MemoryPlan
     traffic: zpartition.TrafficPlan
+    dense: DenseSizes = DenseSizes()  # noqa: RUF009 - frozen; of layers with adapters or quantized bases
 
 
 def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Sizes:
@@ -73,7 +80,10 @@ def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Siz
         optimizer=make,
         num_backwards=plan.batch.accumulation,
     )
-    return Sizes(memory=memory, traffic=traffic)
+    rounds = rounds_of(module, plan, world_size=world_size, optimizer=make)
+    if rounds is not None:
+        memory, traffic = with_rounds(memory, traffic, rounds)
+    return Sizes(memory=memory, traffic=traffic, dense=dense_sizes(module))
 
 
 def reduces_once(plan: Plan) -> bool:
@@ -169,9 +179,19 @@ class Peak:
         return self.sizes.memory.total_bytes + self.activations.backward
 
     @property
+    def switch(self) -> int:
+        """Bytes of the weights that a rollout gathers or copies; see `switch_bytes`."""
+        return switch_bytes(self.sizes, self.plan)
+
+    @property
+    def generation(self) -> int:
+        """Upper bound of the switch to generation, in bytes; 0 if nothing is gathered for it."""
+        return _generation_bytes(self.sizes, self.plan)
+
+    @property
     def total(self) -> int:
         """Maximum over all phases."""
-        return max(self.forward, self.backward)
+        return max(self.forward, self.backward, self.generation)
 
 
 @attrs.frozen(kw_only=True)
@@ -181,6 +201,28 @@ class StageFit:
     stage: int
     largest: int  # samples; 0: none fits
     peak: Peak | None  # with the largest fitting micro-batch that divides the batch; None if none fits
+
+
+def switch_bytes(own: Sizes, plan: Plan) -> int:
+    """Return the bytes of the weights that a rollout of the hybrid engine gathers or copies; 0 without one.
+
+    One tensor rank gathers all units of stage 3, and has merged copies of the layers with adapters or quantized
+    bases, unless the rollout is exact.  More ranks make a copy of a part each, with one unit, and one merged layer,
+    at a time.  Caches come on top.
+    """
+    section, memory, dense = plan.hybrid_engine, own.memory, own.dense
+    if not section.enabled:
+        return 0
+    if section.inference_tp_size == 1:
+        return memory.whole_units + dense.total + dense.scratch
+    computed = memory.whole_parameters - dense.sources + dense.total
+    return -(-computed // section.inference_tp_size) + memory.largest_unit + dense.largest + dense.scratch
+
+
+def _generation_bytes(own: Sizes, plan: Plan) -> int:
+    """Return the bytes during a switch, for which the units of training are released; 0 without one."""
+    switch = switch_bytes(own, plan)
+    return own.memory.total_bytes - own.memory.gathered_units + switch if switch else 0
 
 
 def peak(subject: Workload, plan: Plan, micro_batch: int, world_size: int) -> Peak:
@@ -200,6 +242,8 @@ def largest_micro_batch(subject: Workload, plan: Plan, world_size: int, room_byt
     Memory grows almost linearly with the samples: two sizes extrapolate to a guess, and a dry run must confirm it.
     """
     own = sizes(subject.module, plan, world_size=world_size, device=subject.device)
+    if _generation_bytes(own, plan) > room_bytes:
+        return 0
     room = room_bytes - own.memory.total_bytes
     best, known = (1, 2) if subject.activations(1).peak <= room else (0, 0)
     for _ in range(_GUESSES if best else 0):
@@ -236,6 +280,21 @@ def _with_batch(plan: Plan, micro_batch: int, accumulation: int) -> Plan:
     total = micro_batch * accumulation * plan.batch.replicas
     batch = attrs.evolve(plan.batch, train_batch_size=total, micro_batch_size=micro_batch, accumulation=accumulation)
     return _with_reduction(attrs.evolve(plan, batch=batch))
+
+
+def step_traffic_bytes(subject: Workload, plan: Plan, stage: int, accumulation: int, world_size: int) -> int:
+    """Return the bytes that one rank sends in a step of `accumulation` micro-batches at a stage."""
+    other = _with_batch(at_stage(plan, stage), 1, accumulation)
+    return sizes(subject.module, other, world_size=world_size, device=subject.device).traffic.total_bytes
+
+
+def rank_memory_bytes(device_type: str, num_ranks: int) -> int:
+    """Return the memory of one rank: that of its GPU, or its share of this host's, on which `num_ranks` run."""
+    if device_type == "cuda":
+        total: int = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return total
+    words = Path("/proc/meminfo").read_text(encoding="ascii").split()
+    return int(words[words.index("MemTotal:") + 1]) * 1024 // num_ranks
 
 
 def best_fit(found: Iterable[StageFit]) -> tuple[int, Peak] | None:

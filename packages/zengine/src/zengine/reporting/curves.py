@@ -26,6 +26,13 @@ STEP_MS = ("perf/step_time_ms", "Throughput/step_ms")
 TFLOPS = ("perf/tflops", "perf/tflops_counted")
 MFU = ("perf/mfu",)
 TIMER = "Train/Samples/elapsed_time_ms_"
+ROLLOUT = "rollout/"  # tags of rollouts: the engine's, and those that the program writes beside them
+ROLLOUT_UNITS = {
+    "kl": "nats per token, from the trainer's log-probabilities",
+    "max_delta_log_prob": "nats, from the trainer's",
+    "mean_length": "new tokens per sample",
+    "tokens_per_second": "of rank 0",
+}
 # One for each part of a step, so that pages can be held side by side.
 PHASE_COLOURS = {
     "data": 7,
@@ -58,12 +65,15 @@ def charts(run: RecordedRun) -> Iterator[str]:
     yield stacked_chart("Step time by phase", "ms, rank 0", time_layers(run))
     yield curve("Gradient norm", "before clipping", run.points(*NORM), skipped)
     yield line_chart("Learning rate", "first group", [Line("learning rate", run.points(*RATE))], events=skipped)
+    yield from rollout_charts(run)
     yield from memory_charts(run)
     rate = smooth(run.points(*TFLOPS))
     factor, unit = flops_unit(peak_of(rate))
-    yield line_chart("Compute", f"{unit} per device, smoothed", [Line(unit, scale_points(rate, factor))])
+    yield line_chart("Compute", f"{unit} per device, moving mean", [Line(unit, scale_points(rate, factor))])
     yield line_chart(
-        "Model FLOPs utilisation", "% of peak, smoothed", [Line("MFU", scale_points(smooth(run.points(*MFU)), 100))]
+        "Model FLOPs utilisation",
+        "% of peak, moving mean",
+        [Line("MFU", scale_points(smooth(run.points(*MFU)), 100))],
     )
     scale = run.points(*SCALE)
     if len({value for _, value in scale}) > 1:
@@ -72,7 +82,7 @@ def charts(run: RecordedRun) -> Iterator[str]:
 
 def curve(title: str, unit: str, points: Points, events: Sequence[float] = (), *, low: float = 0.0) -> str:
     """Return a series and its smoothed line, which is drawn first."""
-    lines = [Line("each step", points, faint=True), Line("smoothed", smooth(points))]
+    lines = [Line("each step", points, faint=True), Line("moving mean", smooth(points))]
     return line_chart(title, unit, lines, events=events, low=low)
 
 
@@ -80,6 +90,14 @@ def smooth(points: Points) -> Points:
     """Average over a fortieth of the run; a long run is thinned first."""
     few = thin(points, 2000)
     return moving_average(few, max(1, len(few) // 40))
+
+
+def rollout_charts(run: RecordedRun) -> Iterator[str]:
+    """Draw each tag of rollouts: reward, divergence, length, ..."""
+    for tag in run.tags(ROLLOUT):
+        name = tag.removeprefix(ROLLOUT)
+        title = f"Rollouts: {name.replace('_', ' ')}"
+        yield curve(title, ROLLOUT_UNITS.get(name, ""), run.points(tag), low=math.nan)
 
 
 def scale_points(points: Points, factor: float) -> Points:

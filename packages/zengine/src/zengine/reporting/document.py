@@ -2,6 +2,10 @@
 
 A page is one file: page.css and page.js beside this module are inlined.  It fetches nothing, so it opens from a mail
 or a bucket, and a content security policy in its head blocks anything that escaping might miss.
+
+Rejected: Jinja2.  Most of a page is charts, numbers turned into paths, which templates do not help; what is left is
+the few functions below, whose arguments mypy checks, where a template prints a missing value as nothing.  It would
+be a dependency of every training run, for a page that is written once.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import attrs
 from zengine.flops.profile import FlopsProfile
 from zengine.telemetry.comms import Messages
 from zengine.telemetry.json_values import read_count
+from zengine.telemetry.sinks.tensorboard import tag_of
 from zengine.telemetry.stragglers import from_json
 
 __all__ = ["EVENT_FILES", "Event", "NoRunError", "PlanRow", "Points", "RecordedRun", "read_event_files", "read_run"]
@@ -292,7 +293,9 @@ def _scalars(folder: Path) -> dict[str, Series]:
 
     reader: Any = event_accumulator.EventAccumulator(str(folder), size_guidance={event_accumulator.SCALARS: 0})
     reader.Reload()
+    names = {name: tag_of(name) for name in reader.Tags()[event_accumulator.SCALARS]}
     return {
-        tag: {point.step: (point.wall_time, point.value) for point in reader.Scalars(tag)}
-        for tag in reader.Tags()[event_accumulator.SCALARS]
+        tag: {point.step: (point.wall_time, point.value) for point in reader.Scalars(name)}
+        for name, tag in names.items()
+        if tag
     }

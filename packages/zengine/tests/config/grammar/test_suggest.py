@@ -17,7 +17,7 @@ from zengine.config.reading.structure import structure
 PATHS = [path for path, _ in walk(ROOT) if path[-1] != "*"]
 KNOWN = set(PATHS)
 # Below four letters one slip may leave nothing to go by.  Listed, although all of them pass today.
-SHORT = {"amp", "aio", "fp8", "lr", "moe", "mpu", "tol", "tp"}
+SHORT = {"aim", "amp", "aio", "fp8", "lr", "moe", "mpu", "tol", "tp"}
 
 
 def mutations(name: str) -> Iterator[str]:

@@ -18,21 +18,23 @@ KNOWN = {".".join(path): row for path, row in walk(ROOT)}
 
 # Keys whose legal values are rejected: the feature is not there (yet), and without it the training is another one.
 REJECTED = {
-    "eigenvalue.enabled",
-    *("quantize_training.enabled", "sparse_attention", "weight_quantization", "zero_optimization.zeropp_loco_param"),
+    "weight_quantization",
     "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled",
-    "compression_training.layer_reduction",
-    *(
-        f"compression_training.{technique}.shared_parameters"
-        for technique in (
-            *("weight_quantization", "activation_quantization", "sparse_pruning"),
-            *("row_pruning", "head_pruning", "channel_pruning"),
-        )
-    ),
+    "compression_training.sparse_pruning.shared_parameters",  # method snip_momentum
 }
+
+
+def _one_group(**params: Any) -> dict[str, Any]:
+    return {"different_groups": {"g": {"params": params}}}
+
+
 # What else a key needs, by the start of its path.
 AROUND: dict[str, Any] = {
     "zero_optimization.": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.zeropp_loco_param": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+    "zero_optimization.zenflow": {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "zenflow": {"select_interval": 4}}
+    },
     "zero_optimization.mics": {"zero_optimization": {"stage": 1}},
     "zero_optimization.offload_optimizer.": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
     "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": {"device": "nvme"}}},
@@ -49,6 +51,13 @@ AROUND: dict[str, Any] = {
             "max_difficulty": 1024,
             "schedule_type": "fixed_linear",
             "schedule_config": {"total_curriculum_step": 10},
+        }
+    },
+    "compression_training.": {
+        "compression_training": {
+            "weight_quantization": _one_group(start_bits=8, target_bits=4),
+            "activation_quantization": _one_group(bits=8),
+            **{f"{name}_pruning": _one_group(dense_ratio=0.5) for name in ("sparse", "row", "head", "channel")},
         }
     },
     "elasticity.": {
@@ -84,7 +93,7 @@ AROUND: dict[str, Any] = {
 }
 ENABLED = (
     *("fp16.", "bf16.", "amp.", "torch_autocast.", "expert_parallel.", "tensorboard.", "wandb.", "csv_monitor."),
-    *("comet.", "comms_logger.", "flops_profiler.", "curriculum_learning.", "elasticity."),
+    *("comet.", "comms_logger.", "flops_profiler.", "curriculum_learning.", "elasticity.", "autotuning."),
 )
 
 
@@ -138,6 +147,8 @@ def test_a_legal_value_is_accepted_or_rejected_with_the_reason(path: str, value:
     is_honoured = any(f"{key}.".startswith(f"{written}.") for key in given)
     is_told = any(written in notice for notice in plan.notices)
     matching = getattr(KNOWN[path], "matching", ()) if path in KNOWN else ()
+    if value == "auto" and getattr(KNOWN.get(path), "empty", None) == "auto":  # the default means it
+        return
     assert is_honoured or is_told or value in matching or value is None, plan.notices
 
 

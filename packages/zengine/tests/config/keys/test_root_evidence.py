@@ -42,6 +42,13 @@ _LTD = {
     "random_ltd_layer_id": [1, 2],
     "random_ltd_schedule": {"min_value": 8, "max_value": 64, "schedule_config": {"require_steps": 10}},
 }
+_COMPRESSION = "compression_training"
+_GROUPS: dict[str, dict[str, Any]] = {  # a legal group of each technique
+    "weight_quantization": {"params": {"start_bits": 8, "target_bits": 4}},
+    "activation_quantization": {"params": {"bits": 8}},
+    **{name: {"params": {"dense_ratio": 0.5}} for name in ("sparse_pruning", "row_pruning", "channel_pruning")},
+    "head_pruning": {"params": {"dense_ratio": 0.5}},
+}
 _SAMPLING, _ROUTING = "data_efficiency.data_sampling", "data_efficiency.data_routing"
 _METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"
 
@@ -59,11 +66,16 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "scheduler.params": {"scheduler": {"type": "WarmupLR"}},
     "data_types.": {"bf16": {"enabled": True}},
     "zero_optimization.": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.zeropp_loco_param.": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+    "zero_optimization.zenflow.": {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "zenflow": {"select_interval": 2}}
+    },
     "zero_optimization.reduce_at": {"zero_optimization": {"stage": 1}},
     "zero_optimization.offload_optimizer.": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
     "zero_optimization.sub_group_size": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "aio.": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+    "diloco.": {"diloco": {"sync_every": 8}},
     "signals.": {"signals": {"save_dir": "/x"}},
     "checkpoint.keep.": {"checkpoint": {"keep": {"last": 2}}},
     "curriculum_learning.": {"curriculum_learning": _LAW},
@@ -71,6 +83,14 @@ CONTEXT: dict[str, dict[str, Any]] = {
         "train_micro_batch_size_per_gpu": "auto",
         "elasticity": {"max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "num_gpus_per_node": 2},
     },
+    **{
+        f"{_COMPRESSION}.{name}.shared_parameters.": at(f"{_COMPRESSION}.{name}.different_groups.*", group)
+        for name, group in _GROUPS.items()
+    },
+    f"{_COMPRESSION}.head_pruning.shared": at(f"{_COMPRESSION}.head_pruning.shared_parameters.num_heads", 4),
+    f"{_COMPRESSION}.layer_reduction.": at(
+        f"{_COMPRESSION}.layer_reduction", {"module_name_prefix": "h", "teacher_layer": [0, 2]}
+    ),
     "data_efficiency.data_": {"data_efficiency": {"enabled": True}},
     f"{_SAMPLING}.curriculum_learning.": at(f"{_METRICS}.*", {**_LAW, **_PATHS}),
     f"{_SAMPLING}.dynamic_batching.": at(f"{_SAMPLING}.dynamic_batching.max_tokens", 64),
@@ -78,6 +98,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
 }
 # What counts as another value, where the kind does not say it: value, and perhaps what has to be there.
 EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "hybrid_engine.inference_tp_size": (2, {"hybrid_engine": {"enabled": True}}),
     "config_version": ("deepspeed-0.18", {}),
     "optimizer.type": ("AdamW", {}),
     "optimizer.params": ({"lr": 0.5}, {}),
@@ -101,14 +122,42 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "log_level": ("debug", {}),
     "signals.sigterm": ("exit", {}),
     "signals.sigusr1": ("exit", {}),
+    "zero_optimization.zenflow.select_strategy": ("step", {}),
+    "diloco.groups": (2, {}),
+    "diloco.fragments": (2, {}),
+    "diloco.quantize_bits": (4, {}),
+    "sparse_attention.mode": ("variable", {}),
+    "sparse_attention.attention": ("unidirectional", {}),
+    "sparse_attention.local_window_blocks": ([2, 4], {}),
+    "sparse_attention.global_block_indices": ([1], {}),
+    "sparse_attention.global_block_end_indices": ([2], {}),
+    "quantize_training.quantize_bits.start_bits": (12, {}),
+    "quantize_training.quantize_algo.q_type": ("asymmetric", {}),
+    "quantize_training.quantize_algo.rounding": ("stochastic", {}),
+    "autotuning.metric": ("latency", {}),
+    "autotuning.tuner_type": ("random", {}),
     "elasticity.max_train_batch_size": (128, {}),
     "elasticity.micro_batch_sizes": ([2], {}),
     "elasticity.version": (0.1, {}),
     "elasticity.num_gpus_per_node": (4, {}),
-    "elasticity.model_parallel_size": (2, {}),
+    "elasticity.model_parallel_size": (1, {}),
     "elasticity.min_gpus": (2, {}),
     "elasticity.max_gpus": (8, {}),
     "elasticity.ignore_non_elastic_batch_info": (True, {}),
+    **{f"{_COMPRESSION}.{name}.different_groups.*.related_modules": ([["a"]], {}) for name in _GROUPS},
+    **{
+        f"{_COMPRESSION}.{name}.shared_parameters.method": ("topk", {})
+        for name in ("sparse_pruning", "row_pruning", "channel_pruning")
+    },
+    **{
+        f"{_COMPRESSION}.{name}.shared_parameters.quantization_type": ("asymmetric", {})
+        for name in ("weight_quantization", "activation_quantization")
+    },
+    f"{_COMPRESSION}.head_pruning.shared_parameters.method": ("topk", {}),
+    f"{_COMPRESSION}.activation_quantization.shared_parameters.range_calibration": ("static", {}),
+    f"{_COMPRESSION}.weight_quantization.shared_parameters.rounding": ("stochastic", {}),
+    f"{_COMPRESSION}.sparse_pruning.shared_parameters.block_pattern": ("2:4", {}),
+    f"{_COMPRESSION}.layer_reduction.teacher_layer": ([1, 2], {}),
     "comet.mode": ("create", {"comet": {"enabled": True}}),
     "profiler.ranks": ([1], {"profiler": {"enabled": True}}),
     "comms_logger.prof_ops": (["all_reduce"], {"comms_logger": {"enabled": True, "prof_all": False}}),
@@ -173,7 +222,9 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
 # Honoured keys that change no plan on purpose, and what shows them instead.
 SHOWN_OTHERWISE = {
     "data_parallel_size": "an expectation: tests/config/plan/test_resolve.py has its refusal",
+    "elasticity.model_parallel_size": "an expectation: tests/config/plan/test_elastic.py has its refusal",
     "curriculum_learning.curriculum_type": "one value; others are refused",
+    "compression_training.head_pruning.shared_parameters.method": "one value; others are refused",
     f"{_ROUTING}.random_ltd.random_ltd_layer_num": "an expectation: see tests/config/plan/test_data_rules.py",
     f"{_ROUTING}.random_ltd.random_ltd_schedule.schedule_type": "one value; others are refused",
 }

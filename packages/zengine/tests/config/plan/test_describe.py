@@ -23,6 +23,12 @@ _LTD = {
     "random_ltd_schedule": {"min_value": 16, "max_value": 64, "schedule_config": {"require_steps": 10}},
 }
 _DATA = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": _LTD}}
+
+
+def _technique(shared: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    return {"shared_parameters": {"enabled": True, **shared}, "different_groups": {"g": {"params": params}}}
+
+
 EVERYTHING = {
     "curriculum_learning": _CURRICULUM,
     "data_efficiency": {**_DATA, "data_sampling": _PACKING},
@@ -34,11 +40,33 @@ EVERYTHING = {
     "jsonl_monitor": {"enabled": True},
     "wandb": {"enabled": True},
     "comet": {"enabled": True},
+    "mlflow": {"enabled": True},
+    "aim": {"enabled": True},
+    "trackio": {"enabled": True},
     "comms_logger": {"enabled": True},
     "flops_profiler": {"enabled": True},
     "profiler": {"enabled": True},
     "progressive_layer_drop": {"enabled": True},
-    "hybrid_engine": {"enabled": True},
+    "quantize_training": {
+        "enabled": True,
+        "fp16_mixed_quantize": {"enabled": True},
+        "eigenvalue": {"enabled": True},
+    },
+    "autotuning": {"enabled": True},
+    "compression_training": {
+        **{
+            name: _technique({}, {"dense_ratio": 0.5})
+            for name in ("sparse_pruning", "row_pruning", "channel_pruning")
+        },
+        "head_pruning": _technique({"num_heads": 2}, {"dense_ratio": 0.5}),
+        "weight_quantization": _technique(
+            {"quantize_weight_in_forward": True, "fp16_mixed_quantize": {"enabled": True}},
+            {"start_bits": 8, "target_bits": 4},
+        ),
+        "activation_quantization": _technique({}, {"bits": 8}),
+        "layer_reduction": {"enabled": True, "module_name_prefix": "h", "teacher_layer": [0]},
+        "distillation": {"enabled": True},
+    },
     "elasticity": {
         "enabled": True,
         "max_train_batch_size": 64,
@@ -53,9 +81,13 @@ def plan_of(**source: Any) -> Plan:
 
 
 def test_every_origin_has_its_row_and_every_row_its_origin() -> None:
-    sections = [{"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}, {"amp": {"enabled": True}}]
+    sections: list[dict[str, Any]] = [{"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}]
+    sections += [{"amp": {"enabled": True}}, {"eigenvalue": {"enabled": True}, "quantize_training": {}}]
+    zenflow = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "zenflow": {}}
+    sections += [{"amp": {"enabled": True}, "quantize_training": {}, "zero_optimization": zenflow}]
     sections += [{"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp8": {"enabled": True}}]
-    plans = [plan_of(**EVERYTHING, **section) for section in sections]
+    others = {"hybrid_engine": {"enabled": True}}, {"diloco": {"sync_every": 50}}
+    plans = [plan_of(**{**EVERYTHING, **section, **others[index % 2]}) for index, section in enumerate(sections)]
     shown = {key for plan in plans for key, _ in plan.rows()}
     free = {"optimizer.params", "scheduler.params"}  # shown option by option
     assert {key for plan in plans for key in plan.origins} == shown | free

@@ -134,7 +134,31 @@ def test_tensor_parallel_ranks_are_one_replica() -> None:
 @pytest.mark.parametrize(
     ("world", "section", "source", "message"),
     [
-        (11, {}, {}, r"11 replicas cannot train a batch of 1680 .* Start 10 or 12 replicas; all that can: 1, 2, 3"),
+        (
+            11,
+            {"max_gpus": 10},
+            {},
+            r"11 replicas cannot train a batch of 1680 .* equal, because 11 ranks are not within 1 \(min_gpus\) and "
+            r"10 \(max_gpus\)\. Start 10 replicas; all that can: 1, 2, 3",
+        ),
+        (
+            11,
+            {},
+            {"pipeline": {"stages": 1}, "managed_gradient_accumulation": False},
+            r"because managed_gradient_accumulation is off\. Start 10 or 12 replicas",
+        ),
+        (
+            8,
+            {"version": 0.2, "num_gpus_per_node": 8, "model_parallel_size": 4},
+            {"tensor_parallel": {"autotp_size": 2}},
+            r"elasticity.model_parallel_size = 4: one replica of this config has 2 ranks \(tensor 2\)\. Set it to 2",
+        ),
+        (
+            8,
+            {"version": 0.2, "num_gpus_per_node": 8, "model_parallel_size": 2},
+            {},
+            r"one replica of this config has 1 rank \(no key splits the model or its sequences\)\. Set it to 1",
+        ),
         (4, {"max_train_batch_size": 0}, {}, "elasticity: max_train_batch_size is missing. Add"),
         (4, {"min_gpus": 9, "max_gpus": 3}, {}, "min_gpus = 9: it exceeds max_gpus"),
         (4, {"model_parallel_size": 2}, {}, "version 0.1 counts ranks. Use version 0.2"),
@@ -162,10 +186,23 @@ def test_a_wrong_section_says_what_to_write(
 
 def test_a_batch_of_one_world_alone_is_told() -> None:
     section = {"max_train_batch_size": 1024, "micro_batch_sizes": [4, 8], "version": 0.2, "num_gpus_per_node": 8}
-    alone, one_of_many = plan_of(40, {**section, "max_gpus": 64}), plan_of(24, {**section, "max_gpus": 64})
+    alone, one_of_many = plan_of(40, {**section, "max_gpus": 39}), plan_of(24, {**section, "max_gpus": 64})
     assert (alone.batch.train_batch_size, one_of_many.batch.train_batch_size) == (960, 768)
     told = [any("960 samples are the batch of this world alone" in note for note in alone.notices)]
     assert [*told, any("of this world alone" in note for note in one_of_many.notices)] == [True, False]
+
+
+def test_a_world_that_does_not_divide_the_batch_keeps_it_in_uneven_shares() -> None:
+    section = {"max_train_batch_size": 1024, "micro_batch_sizes": [4, 8], "version": 0.2, "num_gpus_per_node": 8}
+    plan = plan_of(40, {**section, "max_gpus": 64})
+    batch = plan.batch
+    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (768, 7, 3)
+    (step,) = batch.uneven
+    assert step.factors(0) == pytest.approx([6 * 40 / 768] * 3)
+    assert any("40 replicas do not divide the batch of 768 samples" in notice for notice in plan.notices)
+    assert plan_of(24, {**section, "max_gpus": 64}).batch.uneven == ()
+    for world in range(1, 60):
+        assert plan_of(world).batch.train_batch_size == 1680
 
 
 def test_overridden_batch_sizes_are_told() -> None:

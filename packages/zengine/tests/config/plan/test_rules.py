@@ -27,6 +27,11 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "zero_optimization.shard_group_size = 2, but at stage 0 nothing is sharded. "
         'Set "stage" to 1, 2 or 3, or leave shard_group_size out.',
     ),
+    "check_compressed_optimizer": (
+        {"zero_optimization": {"stage": 2}, "optimizer": {"type": "OneBitAdam"}},
+        "zero_optimization.stage = 2 shards what OneBitAdam needs whole on every rank: ranks average their whole "
+        "momenta in one bit an element. Set the stage to 1 or 0, or use AdamW.",
+    ),
     "check_nvme_path": (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
         'zero_optimization.offload_optimizer.device = "nvme" needs a folder on a local drive. '
@@ -48,6 +53,21 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one buffer, "
         'and number_checkpoints is not set. Set "partition_activations" to true and "number_checkpoints" to the '
         "number of checkpointed blocks, or leave it out.",
+    ),
+    "check_diloco": (
+        {"diloco": {"sync_every": 10, "fragments": 4, "sync_delay": 2}},
+        "diloco.sync_delay = 2 steps reach the next exchange, which begins 2 steps later (sync_every 10 / 4 "
+        "fragments). Use at most 1.",
+    ),
+    "check_zenflow": (
+        {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
+        "zenflow updates the rest of the weights on the CPU, and zero_optimization.offload_optimizer.device is "
+        '"none". Add "offload_optimizer": {"device": "cpu"} to zero_optimization, or leave zenflow out.',
+    ),
+    "check_moq_bits": (
+        {"quantize_training": {"enabled": True, "quantize_bits": {"start_bits": 4, "target_bits": 8}}},
+        "quantize_training.quantize_bits.target_bits = 8 is above quantize_training.quantize_bits.start_bits = 4: "
+        "bits only fall. Lower it, or raise start_bits.",
     ),
 }
 

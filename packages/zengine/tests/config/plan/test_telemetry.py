@@ -15,7 +15,8 @@ def plan(**source: Any) -> Plan:
 
 def test_nothing_is_wanted_by_default_and_every_place_and_breakdown_is_a_wish() -> None:
     assert not plan().telemetry.is_wanted
-    sections = ("tensorboard", "csv_monitor", "jsonl_monitor", "wandb", "comet", "comms_logger")
+    sections = ("tensorboard", "csv_monitor", "jsonl_monitor", "comms_logger")
+    sections += ("wandb", "comet", "mlflow", "aim", "trackio")
     wishes: list[dict[str, Any]] = [{section: {"enabled": True}} for section in sections]
     wishes += [{key: 1} for key in ("steps_per_print", "bench_steps")]
     wishes += [{key: True} for key in ("wall_clock_breakdown", "memory_breakdown")]
@@ -62,6 +63,20 @@ def test_comets_keys_arrive_and_its_secret_is_shown_nowhere() -> None:
     assert "secret-1" not in repr(found.telemetry)
     with pytest.raises(ConfigError, match=r'comet\.mode.*must be one of "get", "create", "get_or_create"'):
         plan(comet={"enabled": True, "mode": "new"})
+
+
+def test_the_keys_of_other_services_arrive() -> None:
+    given: dict[str, dict[str, Any]] = {
+        "mlflow": {
+            "enabled": True, "samples_log_interval": 7, "tracking_uri": "u", "experiment": "e", "run_name": "n",
+            "run_id": "i",
+        },
+        "aim": {"enabled": True, "repo": "r", "experiment": "e", "run_name": "n", "run_hash": "h"},
+        "trackio": {"enabled": True, "project": "p", "group": "g", "run_name": "n", "space_id": "s"},
+    }  # fmt: skip
+    found = plan(**given).telemetry
+    for section, keys in given.items():
+        assert {name: getattr(getattr(found, section), name) for name in keys} == keys
 
 
 def test_the_plan_keeps_the_config_as_it_was_given() -> None:

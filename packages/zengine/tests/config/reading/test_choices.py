@@ -70,12 +70,6 @@ def test_every_misspelt_option_is_reported_not_only_the_first() -> None:
     ]
 
 
-def test_an_optimizer_that_is_not_here_yet_says_what_to_use() -> None:
-    (problem,) = problems(optimizer={"type": "OneBitAdam", "params": {"lr": 0.1}})
-    assert problem.startswith('optimizer.type = "OneBitAdam": ')
-    assert "not available yet" in problem
-
-
 @pytest.mark.parametrize("name", ["Adam", "adamw", "SGD", "adagrad", "Lamb", "LION", "muon", "Adafactor"])
 def test_every_optimizer_of_ours_is_known_in_any_case_and_its_typos_are_told(name: str) -> None:
     assert load({"optimizer": {"type": name, "params": {"lr": 0.1}}}).settings

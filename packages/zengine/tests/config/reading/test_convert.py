@@ -75,8 +75,6 @@ def test_the_original_is_not_touched() -> None:
 
 
 def test_keys_that_are_to_go_go() -> None:
-    converted = convert(
-        {"sparse_attention": {"mode": "fixed"}, "train_batch_size": 4}, drop=frozenset({"sparse_attention"})
-    )
+    converted = convert({"weight_quantization": {}, "train_batch_size": 4}, drop=frozenset({"weight_quantization"}))
     assert converted.data == {"train_batch_size": 4}
-    assert converted.changes == ("sparse_attention is dropped: it is rejected here",)
+    assert converted.changes == ("weight_quantization is dropped: it is rejected here",)

@@ -21,7 +21,7 @@ FAULTY = """{
   "stage": 2,
   "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "weight_deacy": 0.1}},
   "fp16": {"enabled": false, "loss_scale": "auto", "min_loss_scale": -1},
-  "sparse_attention": {"mode": "fixed"},
+  "weight_quantization": {"bits": 4},
   "autotuning": {"enabled": false, "fats": true},
   "steps_per_print": 10,
   "steps_per_print": 20
@@ -58,8 +58,8 @@ def test_one_error_holds_every_problem_of_a_file(faulty: str) -> None:
     assert str(caught.value).startswith(REPORT)
     assert [str(problem) for problem in caught.value.problems[-4:]] == [
         "config.json:12:52  fp16.min_loss_scale = -1: must be >= 0",
-        'config.json:13:3  sparse_attention = {"mode": "fixed"}: sparse attention is not supported. Use '
-        "torch.nn.attention.flex_attention in the model and remove the section.",
+        "config.json:13:27  weight_quantization.bits = 4: unknown key. Known keys here: post_init_quant, "
+        "quantized_initialization.",
         'config.json:14:36  autotuning.fats = true: unknown key. Did you mean "fast"?',
         "config.json:16:3  steps_per_print: given twice, on lines 15 and 16. Keep one of them.",
     ]
@@ -93,9 +93,6 @@ def test_three_misspelt_keys_give_three_errors_with_the_right_names() -> None:
         ({"tensorboard": True},
          'tensorboard = true: needs an object {...}, got true/false. Write {"enabled": true}.'),
         ({"optimizer": "AdamW"}, 'optimizer = "AdamW": needs an object {...}, got text. Write {"type": "AdamW"}.'),
-        ({"zero_optimization": {"zeropp_loco_param": {}}},
-         "zero_optimization.zeropp_loco_param: error feedback for quantized gradients (LoCo) is not available yet. "
-         "Remove the section."),
         ({"train_batch_size": 1e308}, "train_batch_size = 1e+308: must be <= 9223372036854775807"),
         ({"gradient_clipping": 10**400}, "gradient_clipping = Infinity: must be finite"),
         ({"train_batch_size": 10**5000}, "train_batch_size = Infinity: needs a whole number >= 1"),

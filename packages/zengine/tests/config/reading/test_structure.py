@@ -26,6 +26,7 @@ def problems(source: Any) -> list[str]:
         {"zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": {"device": None}}},
         {"scheduler": None, "zero_optimization": {"zenflow": None}},
         {"pipeline": {"stages": "auto"}},
+        {"zero_optimization": {"zenflow": {"update_interval": "auto", "select_interval": "auto"}}},
         {"compile": {"deepcompile": False}},
         {"fp16": {"enabled": False}},
         {"zero_optimization": {"contiguous_gradients": True, "reduce_scatter": True, "round_robin_gradients": False}},
@@ -49,15 +50,8 @@ def test_what_says_how_it_is_anyway_is_accepted_without_a_word(source: dict[str,
         ({"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}},
          "dict: zero_optimization.offload_param.pin_memory has no effect here: the section is switched off"),
         ({"fp16": {"loss_scale": 0}}, "dict: fp16.loss_scale has no effect here: the section is switched off"),
-        ({"autotuning": {"enabled": True, "fast": True}},
-         "dict: autotuning.enabled has no effect here: zengine plan finds the largest micro-batch and the best "
-         "stage"),
-        ({"zero_optimization": {"zenflow": {}}},
-         "dict: zero_optimization.zenflow has no effect here: every step applies all gradients; "
-         "offload_optimizer.super_offload overlaps the update with backward"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1, "offload": True}}},
-         "dict: zero_optimization.zenflow.topk_ratio, zero_optimization.zenflow.offload have no effect here: every "
-         "step applies all gradients; offload_optimizer.super_offload overlaps the update with backward"),
+        ({"autotuning": {"enabled": True, "num_gpus": 2}},
+         "dict: autotuning.num_gpus has no effect here: the launcher's --num_gpus decides"),
         ({"zero_optimization": {"stage3_max_live_parameters": "auto", "offload_param": {"buffer_size": "auto"}}},
          "dict: zero_optimization.stage3_max_live_parameters, zero_optimization.offload_param.buffer_size have no "
          'effect here: it is "auto", so its default applies'),
@@ -101,22 +95,23 @@ def test_a_notice_names_the_line() -> None:
     )
 
 
+_BALANCE = (
+    "expert_parallel.load_balance_coeff = 0.1: a balancing bias in another library's router is not available yet. "
+    "Leave it out, or call layer.gate.balance_by_bias(rate) on MoE layers."
+)
+
+
 def test_a_limited_key_is_refused_at_other_values() -> None:
-    assert problems({"eigenvalue": {"enabled": True}}) == [
-        "eigenvalue.enabled = true: the eigenvalue computation, which DeepSpeed removed in 0.19.8, is not "
-        "available yet. Set it to false, or leave it out."
-    ]
+    assert problems({"expert_parallel": {"enabled": True, "load_balance_coeff": 0.1}}) == [_BALANCE]
     assert problems({"pipeline": {"stages": "two"}}) == [
         'pipeline.stages = "two": needs a whole number >= 0 or "auto", got text'
     ]
 
 
 def test_a_section_that_is_refused_is_still_checked_for_slips() -> None:
-    assert problems({"eigenvalue": {"enabled": True, "max_iters": 1, "layer_num": "8"}}) == [
-        "eigenvalue.enabled = true: the eigenvalue computation, which DeepSpeed removed in 0.19.8, is not available "
-        "yet. Set it to false, or leave it out.",
-        'eigenvalue.max_iters = 1: unknown key. Did you mean "max_iter"?',
-        'eigenvalue.layer_num = "8": needs a whole number >= 0, got text. Write 8 without quotes.',
+    assert problems({"expert_parallel": {"enabled": True, "load_balance_coeff": 0.1, "autoep_siz": 2}}) == [
+        _BALANCE,
+        'expert_parallel.autoep_siz = 2: unknown key. Did you mean "autoep_size"?',
     ]
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zengine.data import BatchFetcher, DevicePrefetcher, LoaderFactory, make_loader
+from zengine.data.order.uneven import UnevenStep
 from zengine.testing import check_resumes, saved, take
 
 
@@ -81,6 +82,39 @@ def test_another_world_resumes_at_the_same_global_sample(new_world, new_micro):
     rest = [sample for step in zip(*new) for batch in step for sample in batch.tolist()]
     one = [sample for batch in loader_of(48, 1) for sample in batch.tolist()]
     assert seen + rest == one
+
+
+def uneven(num_samples, rank, *, drop_last=True):
+    factory = LoaderFactory(
+        micro_batch_size=3, rank=rank, world_size=3, seed=5, drop_last=drop_last, uneven=(UnevenStep.within(8, 3, 2),)
+    )
+    return factory.plain(list(range(num_samples)))
+
+
+@pytest.mark.parametrize(("drop_last", "num_steps"), [(True, 2), (False, 3)])
+def test_uneven_shares_are_whole_steps_of_the_same_order(drop_last, num_steps):
+    loaders = [uneven(20, rank, drop_last=drop_last) for rank in range(3)]
+    micro_steps = list(zip(*loaders))
+    assert len(micro_steps) == len(loaders[0]) == 2 * num_steps
+    assert [[len(share) for share in shares] for shares in micro_steps[:2]] == [[1, 1, 2]] * 2
+    seen = [sample for shares in micro_steps for share in shares for sample in share.tolist()]
+    one = make_loader(
+        list(range(20)), micro_batch_size=1, rank=0, world_size=1, seed=5, drop_last=True
+    )  # the order of all
+    order = [sample for batch in one for sample in batch.tolist()]
+    assert seen == (order + order)[: 8 * num_steps]
+    assert {(loader.epoch, loader.consumed_samples) for loader in loaders} == {(1, 0)}
+
+
+def test_uneven_shares_go_on_within_a_step_and_begin_one_after_a_load():
+    loader = uneven(24, 2)
+    whole = [batch.tolist() for batch in uneven(24, 2)]
+    halves = [batch.tolist() for batch in islice(loader, 3)]
+    assert halves + [batch.tolist() for batch in loader] == whole
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "consumed_samples": 8})
+    assert [batch.tolist() for batch in loader] == whole[2:]
+    with pytest.raises(ValueError, match="7 samples, fewer than one step of 8 samples"):
+        uneven(7, 0)
 
 
 def test_a_rest_too_small_for_the_new_world_is_dropped_when_drop_last_says_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from zengine import deepspeed
+from zengine.config import ConfigError
 from zengine.deepspeed.elasticity import compute_elastic_config, elasticity_enabled, ensure_immutable_elastic_config
 from zengine.deepspeed.elasticity.config import (
     ElasticityConfig,
@@ -92,6 +94,46 @@ def test_a_section_that_differs_from_the_schedulers_is_rejected(monkeypatch: pyt
     ensure_immutable_elastic_config(SECTION)
     with pytest.raises(ElasticityConfigError, match=r"max_acceptable_batch_size is 9 in this config and 10000 in"):
         ensure_immutable_elastic_config({**SECTION, "max_train_batch_size": 9})
+
+
+@pytest.mark.parametrize("text", ["{micro", "[1]"])
+def test_a_schedulers_section_that_is_no_json_object_is_told(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", text)
+    with pytest.raises(ElasticityConfigError, match="DEEPSPEED_ELASTICITY_CONFIG"):
+        ensure_immutable_elastic_config(SECTION)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("micro_batch_sizes", []),
+        ("min_gpus", "a"),
+        ("max_gpus", None),
+        ("max_train_batch_size", "2000"),
+        ("max_train_batch_size", -5),
+        ("prefer_larger_batch", "yes"),
+        ("version", "newest"),
+    ],
+)
+def test_values_of_other_types_are_errors_of_the_section(key: str, value: Any) -> None:
+    with pytest.raises(ElasticityConfigError, match=rf"elasticity\.{key} = "):
+        compute_elastic_config(config(**{key: value}), deepspeed.__version__)
+
+
+def test_initialize_raises_the_errors_of_elasticity() -> None:
+    section = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1, 2, 3, 4], "version": 0.1}
+    given = {"elasticity": section, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(ElasticityConfigError, match="elasticity chooses the batch sizes") as found:
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**given, "train_batch_size": 2})
+    assert isinstance(found.value, ConfigError)
+    with pytest.raises(ElasticityConfigError, match="micro_batch_sizes"):
+        deepspeed.initialize(model=nn.Linear(2, 1), config={"elasticity": {**section, "micro_batch_sizes": [-1]}})
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="1 replicas cannot train") as world:
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**given, "elasticity": {**section, "min_gpus": 2}})
+    assert pickle.loads(pickle.dumps(world.value)).problems == world.value.problems
+    with pytest.raises(ConfigError) as other:
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**given, "train_batch_size": 2, "bf17": {}})
+    assert not isinstance(other.value, ElasticityError)
 
 
 def test_an_engine_trains_the_elastic_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,9 @@ def test_weights_come_from_a_checkpoint(tmp_path):
 def test_conflicts_and_other_things_than_modules_are_refused():
     with pytest.raises(ValueError, match="conflicting values: dtype is 'fp16' in config and 'fp32' as an argument"):
         deepspeed.init_inference(Generator(), {"dtype": "fp16"}, dtype="fp32")
-    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, got str"):
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, or a path, got int"):
+        deepspeed.init_inference(3)
+    with pytest.raises(FileNotFoundError, match=r"'gpt2' is no file or folder here: .* of a hub, download it first"):
         deepspeed.init_inference("gpt2")
 
 

@@ -67,7 +67,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "moe_type": ("residual", ("an old name", "moe.type")),
 }
 INNER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "quant.activation.num_bits": ({"quant": {"activation": {"num_bits": 4}}}, (REJECTED, "8 bits")),
+    "quant.activation.num_bits": ({"quant": {"activation": {"num_bits": 4}}}, (REJECTED, "8 or 16")),
     "quant.activation.q_type": (
         {"quant": {"activation": {"q_type": "asymmetric"}}},
         (REJECTED, "symmetric"),

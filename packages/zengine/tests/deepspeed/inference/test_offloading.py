@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from streamed_blocks import IDS, Model, held
+from torch import nn
 
 import zengine.deepspeed as deepspeed
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig
@@ -18,44 +19,9 @@ from zengine.inference.offload import DriveRest, HostRest, WeightStream, block_l
 from zengine.inference.quantized_modules import QuantizedLinear
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, width), nn.Linear(width, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Model(nn.Module):
-    """Five blocks; the third is the largest, and the last norm is shared with the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 32)
-        self.blocks = nn.ModuleList(Block(width) for width in (40, 64, 96, 64, 40))
-        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 11)
-
-    def forward(self, ids: Tensor, skips: bool = False) -> Tensor:
-        x = self.embed(ids)
-        for index, block in enumerate(self.blocks):
-            if not (skips and index == 2):
-                x = block(x)
-        return self.head(self.norm(x))
-
-
-IDS = torch.arange(20).view(2, 10) % 11
-
-
 def nvme(path: Path, **given: Any) -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": str(path)}
     return {"dtype": "fp32", "zero": {"stage": 3, "offload_param": offload}, **given}
-
-
-def held(model: nn.Module) -> list[bool]:
-    """Which blocks have weights."""
-    return [bool(block.norm.weight.numel()) for block in model.blocks]
 
 
 @pytest.fixture
@@ -214,7 +180,6 @@ def test_what_is_not_streamed_is_told(caplog: pytest.LogCaptureFixture, tmp_path
         ({"zero": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path is missing"),
         ({"zero": {"stage": 3, "offload_param": {"device": "disk"}}}, "offload_param.device"),
         ({"zero": {"stage": 3, "offload": 1}}, "unknown key"),
-        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}, "mp_size": 2}, "are not split over ranks"),
     ],
 )
 def test_sections_that_cannot_be_honoured_are_named(given: dict[str, Any], told: str) -> None:
@@ -222,7 +187,10 @@ def test_sections_that_cannot_be_honoured_are_named(given: dict[str, Any], told:
         DeepSpeedInferenceConfig.of(given)
 
 
-def test_stages_without_offload_are_told_to_have_no_effect() -> None:
-    for section in ({"stage": 3}, {"stage": 2, "offload_param": {"device": "cpu"}}):
-        (notice,) = DeepSpeedInferenceConfig.of({"zero": section}).notices
-        assert "only stage 3 with offload_param streams weights" in notice
+def test_stages_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    (notice,) = DeepSpeedInferenceConfig.of({"zero": {"stage": 2, "offload_param": {"device": "cpu"}}}).notices
+    assert "only stage 3 streams weights" in notice
+    with caplog.at_level(logging.WARNING, "zengine"):
+        engine = deepspeed.init_inference(Model(), {"dtype": "fp32", "zero": {"stage": 3}})
+    assert "shares weights between ranks, and each has its own here" in caplog.text
+    assert held(engine.module) == [True] * 5

@@ -95,6 +95,26 @@ def test_the_engine_computes_with_rounded_weights(given: dict[str, Any], format:
     assert (found - Model().eval()(torch.arange(10))).norm() > 0
 
 
+def test_activations_of_16_bits_leave_the_rounding_of_the_weights() -> None:
+    given = {"dtype": "int8", "quant": {"activation": {"num_bits": 16}}}
+    found = DeepSpeedInferenceConfig.of(given).quantization
+    assert found is not None
+    assert found.name_of("head") == "int8-a16"
+    with torch.no_grad():
+        engine, rounded = deepspeed.init_inference(Model(), given), Model().eval()
+        for name in NAMES:
+            weight = rounded.get_submodule(name).weight
+            weight.copy_(dequantize(quantize(weight.detach().clone(), Int8()), torch.float32))
+        wanted = rounded(torch.arange(10))
+        assert (engine(torch.arange(10)) - wanted).norm() < 2e-4 * wanted.norm()
+
+
+def test_activations_of_16_bits_need_weights_of_8() -> None:
+    given = {"quant": {"weight": {"num_bits": 4}, "activation": {"num_bits": 16}}}
+    with pytest.raises(ValueError, match=r"activation.num_bits is 16, and weights are int4.*Use weights of 8 bits"):
+        _ = DeepSpeedInferenceConfig.of(given).quantization
+
+
 def test_quantized_layers_are_saved_and_loaded() -> None:
     engine = deepspeed.init_inference(Model(), {"dtype": "int8"})
     state = engine.module.state_dict()

@@ -113,8 +113,8 @@ def test_whole_sections_are_objects_with_deepspeeds_defaults():
 
 
 def test_sections_reject_wrong_values():
-    with pytest.raises(ValueError, match="weights that are split over ranks is not available"):
-        config.get_hybrid_engine_config({"hybrid_engine": {"enabled": True, "inference_tp_size": 2}})
+    with pytest.raises(ValueError, match=r"inference_tp_size = 0: must be >= 1"):
+        config.get_hybrid_engine_config({"hybrid_engine": {"enabled": True, "inference_tp_size": 0}})
     with pytest.raises(ValueError, match="Got: 'max'"):
         config.get_gradient_allreduce_op({"gradient_allreduce_op": "max"})
     with pytest.raises(ValueError, match="Invalid dtype for torch autocast: int8"):

@@ -43,10 +43,11 @@ def test_timers_add_up_and_print(capsys: pytest.CaptureFixture[str]):
     timers("fwd").start()
     with pytest.raises(AssertionError, match="fwd timer has already been started"):
         timers("fwd").start()
+    before_s = time.monotonic()
     timers.log(["fwd", "none"])
     assert capsys.readouterr().out.partition("] ")[2].startswith("time (ms) | fwd: ")
     assert timers("fwd").started_  # a running interval goes on, from 0
-    assert timers("fwd").elapsed() < 4
+    assert timers("fwd").elapsed() <= (time.monotonic() - before_s) * 1000 + 1
     assert timers.memory_usage().count("GB") == 4
     assert list(timers.get_timers()) == ["fwd"]
 

@@ -21,6 +21,9 @@ def plan(*enabled):
         ("wandb", "wandb", "wandb", "Weights & Biases"),
         ("tensorboard", "tensorboard", "tensorboard", "TensorBoard events"),
         ("comet", "comet_ml", "comet-ml", "Comet"),
+        ("mlflow", "mlflow", "mlflow", "MLflow"),
+        ("aim", "aim", "aim", "Aim"),
+        ("trackio", "trackio", "trackio", "trackio"),
     ],
 )
 def test_a_missing_package_is_an_error_that_says_what_for_and_how_to_get_it(

@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
-from zengine.telemetry.sinks.tensorboard import LAYOUT, TensorBoardSink, histogram_value
+from zengine.telemetry.sinks.tensorboard import GROUPS, LAYOUT, TensorBoardSink, histogram_value, shown, tag_of
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.spans import TIMERS
 from zengine.telemetry.subject import RunRecord
@@ -63,16 +63,43 @@ def points(folder, tag="Train/Samples/train_loss"):
     return [(event.step, event.value) for event in read(folder).Scalars(tag)]
 
 
+def names_of(found):
+    """Values of a snapshot by the name that TensorBoard shows; the times of a step have two."""
+    scalars = found.scalars()
+    theirs = {tag: value for tag, value in scalars.items() if tag.startswith("Train/Samples/")}
+    times = {f"3 time/ms_{timer}": ms for timer, ms in found.phase_ms.items()}
+    return {**theirs, **times, **{shown(tag): value for tag, value in scalars.items() if tag not in theirs}}
+
+
+def test_the_page_opens_on_loss_speed_and_time_and_deepspeeds_tags_are_a_group_below():
+    names = sorted(names_of(everything(32)))  # as the page sorts: by character
+    groups = list(dict.fromkeys(name.split("/")[0] for name in names))
+    assert groups[:4] == ["1 loss", "2 speed", "3 time", "4 training"]
+    assert groups[-1] == "Train"
+    assert [name for name in names if name.startswith("1 ")] == ["1 loss/loss"]
+
+
+def test_names_lead_back_to_tags():
+    tags = [tag for tag in everything(32).scalars() if not tag.startswith("Train/Samples/")]
+    assert [tag_of(shown(tag)) for tag in tags] == tags
+    assert {shown(tag).split("/")[0] + "/" for tag in tags} <= {
+        group.split("/")[0] + "/" for group in GROUPS.values()
+    }
+    assert tag_of("3 time/ms_step") == ""
+    assert tag_of("Train/Samples/lr") == "Train/Samples/lr"
+    assert tag_of("eval/loss") == "eval/loss" == shown("eval/loss")
+
+
 def test_every_scalar_is_read_back_on_its_axis(tmp_path):
     sink = TensorBoardSink(tmp_path / "runs" / "a")
     sink.write(everything(32))
     sink.write(everything(64))
     sink.close()
     accumulator = read(tmp_path / "runs" / "a")
-    expected = {**everything(32).scalars()}
-    expected.pop("train/global_step")
-    assert [(e.step, e.value) for e in accumulator.Scalars("train/global_step")] == [(4, 4), (8, 8)]
-    assert set(accumulator.Tags()["scalars"]) == {*expected, "train/global_step"}
+    expected = names_of(everything(32))
+    expected.pop("4 training/global_step")
+    assert [(e.step, e.value) for e in accumulator.Scalars("4 training/global_step")] == [(4, 4), (8, 8)]
+    assert set(accumulator.Tags()["scalars"]) == {*expected, "4 training/global_step"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in accumulator.Scalars(tag)] == [
             (32 if "Samples" in tag else 4, pytest.approx(value)),
@@ -89,7 +116,7 @@ def test_a_boundary_is_an_event_for_each_axis(tmp_path):
     events = [event for event in LegacyEventFileLoader(str(file)).Load() if event.step]
     sizes = [(event.step, len(event.summary.value)) for event in events if event.HasField("summary")]
     assert [step for step, _ in sizes] == [32, 4, 64, 8]
-    assert sizes[0][1] + sizes[1][1] == len(everything(32).scalars())
+    assert sizes[0][1] + sizes[1][1] == len(names_of(everything(32)))
 
 
 def test_what_is_written_can_be_read_before_the_file_is_closed(tmp_path):
@@ -145,7 +172,7 @@ def test_the_layout_is_stored_and_draws_every_tag_in_exactly_one_chart(tmp_path)
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(LAYOUT)
     charts = [chart for category in layout.category for chart in category.chart]
-    for tag in everything(0).scalars():
+    for tag in names_of(everything(0)):
         drawn = [chart.title for chart in charts if any(re.match(pattern, tag) for pattern in chart.multiline.tag)]
         assert len(drawn) == 1, (tag, drawn)
 
@@ -174,7 +201,7 @@ def test_the_hparams_page_knows_what_the_run_has_and_which_tags_to_compare(tmp_p
     assert start["optimizer"].string_value == "AdamW"
     assert start["nesterov"].bool_value is True
     tags = {info.name.tag for info in content["experiment"].experiment.metric_infos}
-    assert tags <= set(everything(32).scalars())
+    assert tags <= set(names_of(everything(32)))
     assert content["session_end_info"].session_end_info.end_time_secs > 0
 
 
@@ -198,12 +225,12 @@ def test_norms_of_layers_are_curves_and_a_histogram(tmp_path):
     sink.write(snapshot(16))
     sink.close()
     accumulator = read(tmp_path)
-    (event,) = accumulator.Histograms("gradients/norm_by_layer")
+    (event,) = accumulator.Histograms("7 gradients/norm_by_layer")
     assert event.step == 1
     assert (event.histogram_value.num, event.histogram_value.min, event.histogram_value.max) == (2, 1.0, 3.0)
     assert sum(event.histogram_value.bucket) == 2
     assert len(event.histogram_value.bucket) == len(event.histogram_value.bucket_limit)
-    assert [event.value for event in accumulator.Scalars("gradients/blocks.1")] == [3.0]
+    assert [event.value for event in accumulator.Scalars("7 gradients/blocks.1")] == [3.0]
 
 
 def test_a_histogram_of_nothing_finite_is_one_zero():

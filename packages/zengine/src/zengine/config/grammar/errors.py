@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 import attrs
 
+from zengine.pages import Page, explained
+
 _SHOWN_CHARACTERS = 48  # of a given value; a longer one is cut
 
 
@@ -72,6 +74,7 @@ class Problem:
         return f"{head}: {tail}" if head else tail
 
 
+@explained(Page.CONFIG)
 class ConfigError(ValueError):
     """Invalid config; `problems` holds every reason, in the order of the source."""
 

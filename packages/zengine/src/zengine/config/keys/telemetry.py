@@ -96,6 +96,51 @@ class Comet:
 
 
 @attrs.frozen(kw_only=True)
+class Mlflow:
+    """mlflow, ours: MLflow runs."""
+
+    enabled: bool = setting(TRUTH, False, "log to MLflow; needs the mlflow package")
+    samples_log_interval: int = setting(whole(1), 100, "least number of samples between two points of a curve")
+    tracking_uri: str = setting(
+        null_or(TEXT, ""), "", "server, database or folder; empty: MLFLOW_TRACKING_URI or mlflow's", empty="(default)"
+    )
+    experiment: str = setting(
+        null_or(TEXT, ""),
+        "",
+        'experiment of the run; empty: MLFLOW_EXPERIMENT_NAME or "Default"',
+        empty="(default)",
+    )
+    run_name: str = setting(null_or(TEXT, ""), "", "name of the run; empty: generated", empty="(default)")
+    run_id: str = setting(null_or(TEXT, ""), "", "id of a run to continue", empty="(default)")
+
+
+@attrs.frozen(kw_only=True)
+class Aim:
+    """aim, ours: Aim runs."""
+
+    enabled: bool = setting(TRUTH, False, "log to Aim; needs the aim package")
+    repo: str = setting(
+        null_or(TEXT, ""), "", "repository or aim:// address; empty: .aim here or AIM_REPO", empty="(default)"
+    )
+    experiment: str = setting(null_or(TEXT, ""), "", "experiment of the run; empty: aim's", empty="(default)")
+    run_name: str = setting(null_or(TEXT, ""), "", "name of the run; empty: generated", empty="(default)")
+    run_hash: str = setting(null_or(TEXT, ""), "", "hash of a run to continue", empty="(default)")
+
+
+@attrs.frozen(kw_only=True)
+class Trackio:
+    """trackio, ours: trackio runs."""
+
+    enabled: bool = setting(TRUTH, False, "log to trackio; needs the trackio package")
+    project: str = setting(null_or(TEXT, "zengine"), "zengine", "project of the run")
+    group: str = setting(null_or(TEXT, ""), "", "group of runs", empty="(default)")
+    run_name: str = setting(
+        null_or(TEXT, ""), "", "name of the run, which is continued if it exists; empty: generated", empty="(default)"
+    )
+    space_id: str = setting(null_or(TEXT, ""), "", "Hugging Face Space; empty: this machine", empty="(default)")
+
+
+@attrs.frozen(kw_only=True)
 class ThroughputSection:
     """timers.throughput: rates per second; ours, except for `enabled`."""
 
@@ -213,6 +258,9 @@ class MonitorKeys:
     jsonl_monitor: RunFolder = section(RunFolder, switch="enabled")
     wandb: Wandb = section(Wandb, switch="enabled")
     comet: Comet = section(Comet, switch="enabled")
+    mlflow: Mlflow = section(Mlflow, switch="enabled")
+    aim: Aim = section(Aim, switch="enabled")
+    trackio: Trackio = section(Trackio, switch="enabled")
 
 
 @attrs.frozen(kw_only=True, slots=False)

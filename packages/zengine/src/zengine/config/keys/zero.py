@@ -9,7 +9,6 @@ import sys
 import attrs
 
 from zengine.config.grammar.kinds import (
-    ANYTHING,
     COUNT,
     NAMES,
     POSITIVE,
@@ -25,12 +24,10 @@ from zengine.config.grammar.kinds import (
 )
 from zengine.config.grammar.table import (
     Row,
-    Section,
-    all_ignored,
-    idle_section,
     ignored,
     renamed,
     section,
+    section_of,
     setting,
 )
 
@@ -130,25 +127,6 @@ class OffloadParam:
     buffer_size: int = setting(POSITIVE, 100_000_000, "nvme: see buffer_count", plan="weight_buffer_numel")
 
 
-ZENFLOW = idle_section(
-    "every step applies all gradients; offload_optimizer.super_offload overlaps the update with backward",
-    topk_ratio=number(0, 1),
-    select_strategy=ANYTHING,
-    select_interval=ANYTHING,
-    update_interval=ANYTHING,
-    overlap_step=TRUTH,
-    offload=TRUTH,
-    auto_ratio=number(0, 1),
-    full_warm_up_rounds=COUNT,
-    pt_reserved_cores_perc=number(0, 1),
-    steps_per_epoch=null_or(COUNT, 0),
-)
-
-LOCO = Section(
-    rejection="error feedback for quantized gradients (LoCo) is not available yet",
-    keys=all_ignored("", err_beta=number(0, 1), reset_T=COUNT),
-)
-
 # DeepSpeed also takes the keys with the prefix "stage3_" by the names of its fields.
 FIELD_NAMES: dict[str, ValueKind] = {
     "prefetch_bucket_size": COUNT,
@@ -180,13 +158,11 @@ ZERO: dict[str, Row] = {
     "override_module_apply": ignored(TRUTH, why="no method of torch is patched"),
     "log_trace_cache_warnings": ignored(TRUTH, False, why="a step with another order of modules is only slower"),
     "stage3_gather_16bit_weights_on_model_save": ignored(TRUTH, why="whole weights are saved in any case"),
-    "zeropp_loco_param": LOCO,
     "mics_shard_size": renamed(whole(-1), "shard_group_size", convert=lambda size: max(size, 0)),
     "mics_hierarchical_params_gather": ignored(TRUTH, False, why="weights are gathered only inside a shard group"),
     "pipeline_loading_checkpoint": ignored(TRUTH, False, why="loading always streams shards"),
     "save_muon_momentum_buffer_in_memory": ignored(TRUTH, False, why="momentum is placed with the optimizer states"),
     "enable_sanity_checks": ignored(TRUTH, False, why="sanity checks are always on"),
-    "zenflow": ZENFLOW,
     "cpu_offload": renamed(TRUTH, "offload_optimizer", "device", convert=lambda on: "cpu" if on else "none"),
     "cpu_offload_param": renamed(TRUTH, "offload_param", "device", convert=lambda on: "cpu" if on else "none"),
     "cpu_offload_params": renamed(TRUTH, "offload_param", "device", convert=lambda on: "cpu" if on else "none"),
@@ -207,6 +183,68 @@ def _or_unlimited(numel: int) -> object:
 
 def _or_working_set(numel: int | None) -> object:
     return "(the running call and the next)" if numel is None else numel
+
+
+@attrs.frozen(kw_only=True)
+class LoCo:
+    """zero_optimization.zeropp_loco_param: error feedback of gradients in 4 bits (Xie et al. 2024)."""
+
+    err_beta: float = setting(
+        number(0, 1),
+        1.0,
+        "weight of past errors in their moving average; below 1 turns it on (usual: 0.8)",
+        plan="gradient_error_beta",
+    )
+    reset_T: int = setting(  # noqa: N815  # DeepSpeed's name
+        whole(1), 1024, "reductions after which errors are cleared", plan="gradient_error_reset"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class ZenFlow:
+    """zero_optimization.zenflow: important columns are updated on the device, the rest later on the CPU."""
+
+    topk_ratio: float = setting(
+        number(0, 1), 0.1, "fraction of each matrix's columns that every step updates on the device; 0: off"
+    )
+    select_strategy: str = setting(
+        choice("auto", "step", "epoch"), "auto", "unit of select_interval: step or epoch; auto: epoch"
+    )
+    select_interval: int = setting(
+        COUNT, 0, "steps or epochs from one selection of columns to the next; auto: 1 epoch", empty="auto"
+    )
+    update_interval: int = setting(
+        COUNT,
+        0,
+        "steps from one update of the rest to the next; auto: until auto_ratio of the matrices have a rest whose "
+        "gradients have piled up to those of a column in one step",
+        plan="update_every",
+        empty="auto",
+    )
+    overlap_step: bool = setting(
+        TRUTH,
+        False,
+        "update the rest in a thread; the model shows it at the next update of the rest, or before a selection",
+        plan="overlap",
+    )
+    offload: bool = setting(TRUTH, False, "keep the columns' moments on the CPU between steps")
+    auto_ratio: float = setting(number(0, 1), 0.99, "update_interval auto: see there", plan="ripe_share")
+    full_warm_up_rounds: int = setting(COUNT, 0, "first steps, which update everything", plan="warm_up")
+    pt_reserved_cores_perc: float = setting(
+        number(0, 1),
+        0.5,
+        "overlap_step: fraction of the cores that the thread leaves to PyTorch",
+        plan="reserved_share",
+    )
+    steps_per_epoch: int = setting(
+        null_or(COUNT, 0),
+        0,
+        "steps of an epoch; default: of training_data; without it columns are selected once",
+        empty="(of training_data)",
+    )
+
+
+NO_ZENFLOW = ZenFlow(topk_ratio=0.0)
 
 
 @attrs.frozen(kw_only=True)
@@ -295,6 +333,7 @@ class Zero:
     zero_quantized_gradients: bool = setting(
         TRUTH, False, "reduce gradients in 4 bits, within and between nodes", plan="gradient_bits", show=bool
     )
+    zeropp_loco_param: LoCo = section(LoCo)
     # DeepSpeed's default is a billion; here a bucket is the minimum, and larger groups overlap less.
     sub_group_size: int = setting(
         COUNT,
@@ -314,6 +353,7 @@ class Zero:
         OffloadOptimizer, OFFLOAD_OPTIMIZER, switch="device", off=("none", None)
     )
     offload_param: OffloadParam = section(OffloadParam, switch="device", off=("none", None))
+    zenflow: ZenFlow = attrs.field(default=NO_ZENFLOW, metadata={"row": section_of(ZenFlow)})  # given: on
 
 
 ZERO_SHORTHAND: dict[bool, dict[str, object]] = {True: {"stage": 1}, False: {"stage": 0}}

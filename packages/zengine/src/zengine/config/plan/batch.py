@@ -11,6 +11,8 @@ import math
 
 import attrs
 
+from zengine.data.order.uneven import UnevenStep
+
 _SEARCHED = 10**12  # samples per replica; divisors of larger numbers are not searched
 
 
@@ -25,12 +27,26 @@ class BatchTerms:
 
 @attrs.frozen(kw_only=True)
 class BatchPlan:
-    """Batch sizes.  Invariant: train_batch_size == micro_batch_size * accumulation * replicas."""
+    """Batch sizes.  Invariant: train_batch_size == micro_batch_size * accumulation * replicas, unless `uneven`."""
 
     train_batch_size: int  # samples per optimizer step, over all replicas
-    micro_batch_size: int  # samples per forward on one rank
+    micro_batch_size: int  # samples per forward on one rank; the most, if it is uneven
     accumulation: int  # micro-steps per optimizer step
     replicas: int  # data-parallel copies of the model
+
+    @property
+    def uneven(self) -> tuple[UnevenStep, ...]:
+        """The shares of replicas whose numbers of samples differ; () if they are equal."""
+        if self.train_batch_size == self.micro_batch_size * self.accumulation * self.replicas:
+            return ()
+        step = UnevenStep(batch=self.train_batch_size, accumulation=self.accumulation, world_size=self.replicas)
+        return (step,)
+
+    def sizes_of(self, replica: int) -> tuple[int, ...]:
+        """Return the samples of a replica's batch in each micro-step; at least one, which may have no weight."""
+        for step in self.uneven:
+            return tuple(max(1, len(step.share(index, replica))) for index in range(self.accumulation))
+        return (self.micro_batch_size,) * self.accumulation
 
 
 class Unsolvable(Exception):

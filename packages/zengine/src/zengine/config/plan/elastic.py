@@ -8,6 +8,9 @@ highly composite numbers have more divisors than any smaller number.  The candid
 Version 0.2 counts whole hosts and knows model parallelism; where the present world does not fit the best batch, it
 takes the largest batch that does fit.  All functions count data-parallel replicas (DeepSpeed looks up the number of
 GPUs in a list of replicas: with model parallelism its worlds are rejected, and its micro-batches too small).
+
+A run keeps one batch, and so its tokens per step, at every world within the limits: where the batch does not divide,
+ranks have shares of different sizes (zengine/data/order/uneven.py), which DeepSpeed rejects.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import attrs
 
 from zengine.config.grammar.errors import NOTHING, NOWHERE, Problem
 from zengine.config.plan.batch import BatchPlan
+from zengine.data.order.uneven import UnevenStep
 
 if TYPE_CHECKING:
     from zengine.config.keys.features import Elasticity
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BATCH_KEYS",
+    "CHOSEN",
     "ElasticBatch",
     "ElasticTerms",
     "NoElasticBatch",
@@ -35,8 +40,10 @@ __all__ = [
     "elastic_notices",
     "most_elastic",
     "solve_elastic",
+    "steady_batch",
 ]
 
+CHOSEN = "elasticity chooses the batch sizes"  # the reason why keys of the batch are rejected
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 # Numbers with more divisors than any smaller one (OEIS A002182).
@@ -123,21 +130,24 @@ def solve_elastic(terms: ElasticTerms, replicas: int) -> ElasticBatch:
     """
     if terms.version < 0.2:
         return most_elastic(terms)
-    per_host = terms.ranks_per_host // terms.model_parallel_size
-    by_host = (
-        most_elastic(_by_host(terms, per_host)) if min(terms.micro_batches) * per_host <= terms.max_batch else None
-    )
-    if by_host is not None:
-        whole = attrs.evolve(
-            by_host, batch=by_host.batch * per_host, replicas=tuple(count * per_host for count in by_host.replicas)
-        )
-        if replicas in whole.replicas:
-            return whole
+    whole = _of_hosts(terms)
+    if whole is not None and replicas in whole.replicas:
+        return whole
     choose = max if terms.prefers_larger else min
     batches = [terms.max_batch // (micro * replicas) * micro * replicas for micro in terms.micro_batches]
     batches = [batch for batch in batches if batch]
     fitting = choose(batches) if batches else min(terms.micro_batches)
     return ElasticBatch(batch=fitting, replicas=(replicas,) if batches else (), micro_batches=_descending(terms))
+
+
+def _of_hosts(terms: ElasticTerms) -> ElasticBatch | None:
+    """Return the batch that most numbers of whole hosts can train; None if no host can train any."""
+    per_host = terms.ranks_per_host // terms.model_parallel_size
+    if min(terms.micro_batches) * per_host > terms.max_batch:
+        return None
+    found = most_elastic(_by_host(terms, per_host))
+    replicas = tuple(count * per_host for count in found.replicas)
+    return attrs.evolve(found, batch=found.batch * per_host, replicas=replicas) if replicas else None
 
 
 def _by_host(terms: ElasticTerms, per_host: int) -> ElasticTerms:
@@ -181,39 +191,87 @@ def _divisors(number: int) -> Sequence[int]:
 
 
 def elastic_batch(config: Config, parallel: ParallelPlan) -> BatchPlan | Problem:
-    """Return the batch sizes of the enabled section for the present world, or why there are none."""
+    """Return the batch sizes of the enabled section for the present world, or why there are none.
+
+    A world within the limits that does not divide the batch trains it in uneven shares.
+    """
     section, replicas = config.settings.elasticity, parallel.data_ranks
-    if problem := _check_section(config):
+    if problem := _check_section(config) or _check_degrees(config, parallel):
         return problem
     try:
-        found = solve_elastic(terms_of(section), replicas)
+        found = steady_batch(terms_of(section), replicas)
     except NoElasticBatch as error:
         return _problem(config, "micro_batch_sizes", list(section.micro_batch_sizes), str(error), "")
-    if replicas not in found.replicas or not found.micro_batch(replicas):
-        return _problem(
-            config,
-            "",
-            NOTHING,
-            f"{replicas} replicas cannot train a batch of {found.batch} samples in micro-batches of "
-            f"{', '.join(map(str, found.micro_batches))}",
-            _nearest(found.replicas, replicas),
+    if replicas in found.replicas and found.micro_batch(replicas):
+        return BatchPlan(
+            train_batch_size=found.batch,
+            micro_batch_size=found.micro_batch(replicas),
+            accumulation=found.accumulation(replicas),
+            replicas=replicas,
         )
-    return BatchPlan(
-        train_batch_size=found.batch,
-        micro_batch_size=found.micro_batch(replicas),
-        accumulation=found.accumulation(replicas),
-        replicas=replicas,
+    reason = _even_only(config, parallel)
+    if found.replicas and not reason:
+        step = UnevenStep.within(found.batch, replicas, max(found.micro_batches))
+        return BatchPlan(
+            train_batch_size=step.batch,
+            micro_batch_size=step.most,
+            accumulation=step.accumulation,
+            replicas=replicas,
+        )
+    even = f", and shares are equal, because {reason}" if reason else ""
+    return _problem(
+        config,
+        "",
+        NOTHING,
+        f"{replicas} replicas cannot train a batch of {found.batch} samples in micro-batches of "
+        f"{', '.join(map(str, found.micro_batches))}{even}",
+        _nearest(found.replicas, replicas),
     )
 
 
+def steady_batch(terms: ElasticTerms, replicas: int) -> ElasticBatch:
+    """Return the batch that all worlds within the limits train, evenly or not; elsewhere that of `solve_elastic`.
+
+    Version 0.2 of DeepSpeed trains another batch, with another number of tokens, where a world does not fit the best.
+    """
+    if terms.version < 0.2 or not terms.min_ranks <= replicas * terms.model_parallel_size <= terms.max_ranks:
+        return solve_elastic(terms, replicas)
+    return _of_hosts(terms) or solve_elastic(terms, replicas)
+
+
+def _even_only(config: Config, parallel: ParallelPlan) -> str:
+    """Return the reason why every rank needs as many samples as any other; "" if there is none."""
+    from zengine.config.plan.data import data_plan  # not at the top: other commands start without torch
+
+    settings, ranks = config.settings, parallel.data_ranks * config.settings.elasticity.model_parallel_size
+    section = settings.elasticity
+    reasons = {
+        f"{ranks} ranks are not within {section.min_gpus} (min_gpus) and {section.max_gpus} (max_gpus)": not (
+            section.min_gpus <= ranks <= section.max_gpus
+        ),
+        "pipeline stages exchange batches of one size": parallel.degrees.pipeline > 1,
+        "groups of diloco train by themselves": settings.diloco.sync_every > 0,
+        "managed_gradient_accumulation is off": not settings.managed_gradient_accumulation,
+        "a data section chooses the samples of each batch": bool(data_plan(config).needs_data),
+    }
+    return next((reason for reason, is_true in reasons.items() if is_true), "")
+
+
 def elastic_notices(config: Config, parallel: ParallelPlan) -> list[str]:
-    """Return a notice for each key of the batch that elasticity overrides, and for a batch of this world alone."""
+    """Return notices of keys of the batch that elasticity overrides, of uneven shares, of a batch of one world."""
     section, replicas = config.settings.elasticity, parallel.data_ranks
     if not section.enabled:
         return []
     given = [key for key in BATCH_KEYS if key in config.given] if section.ignore_non_elastic_batch_info else []
     notices = [f"{config.origin(key)}: {key} has no effect here: elasticity chooses it" for key in given]
-    found = solve_elastic(terms_of(section), replicas)
+    found = steady_batch(terms_of(section), replicas)
+    if replicas not in found.replicas:
+        step = UnevenStep.within(found.batch, replicas, max(found.micro_batches))
+        notices.append(
+            f"{config.origin('elasticity.enabled')}: elasticity: {replicas} replicas do not divide the batch of "
+            f"{found.batch} samples into allowed micro-batches, so each takes at most {step.most} samples in each of "
+            f"{step.accumulation} micro-steps, weighted by their number"
+        )
     ranks = replicas * section.model_parallel_size
     if section.version > 0.1 and found.replicas == (replicas,) and section.min_gpus != section.max_gpus:
         notices.append(
@@ -257,10 +315,29 @@ def _check_section(config: Config) -> Problem | None:
             place=config.given[given[0]],
             key=given[0],
             given=getattr(config.settings, given[0]),
-            reason="elasticity chooses the batch sizes",
+            reason=CHOSEN,
             suggestion=f"Remove {', '.join(given)}, or set elasticity.ignore_non_elastic_batch_info to true.",
         )
     return None
+
+
+def _check_degrees(config: Config, parallel: ParallelPlan) -> Problem | None:
+    """Compare model_parallel_size with the ranks that hold one replica by the config's own degrees."""
+    section, found = config.settings.elasticity, parallel.model_parallel_size * parallel.degrees.sequence
+    expected = section.model_parallel_size
+    if found == expected or (section.version < 0.2 and expected == 1):
+        return None
+    names = {"tensor": parallel.degrees.tensor, "pipeline": parallel.degrees.pipeline}
+    names["sequence"] = parallel.degrees.sequence
+    degrees = " x ".join(f"{name} {degree}" for name, degree in names.items() if degree > 1)
+    return _problem(
+        config,
+        "model_parallel_size",
+        expected,
+        f"one replica of this config has {found} {'rank' if found == 1 else 'ranks'}"
+        + (f" ({degrees})" if degrees else " (no key splits the model or its sequences)"),
+        f"Set it to {found}, or change the degrees.",
+    )
 
 
 def _nearest(counts: Sequence[int], replicas: int) -> str:

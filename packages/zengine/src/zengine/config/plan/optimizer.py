@@ -34,6 +34,10 @@ class SchedulerPlan:
     params: Mapping[str, Any] = attrs.field(factory=dict)
 
 
+COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")  # in lower case: they communicate themselves
+_IGNORED_BY_COMPRESSED = ("bias_correction", "eps_inside_sqrt", "cuda_aware", "comm_backend_name")
+
+
 def optimizer_plan(settings: Settings, dtypes: Precision) -> OptimizerPlan:
     """Return the optimizer, with an explicit `state_dtype` if the masters have 16 bits.
 
@@ -65,7 +69,23 @@ def _sets_state_dtype(params: Mapping[str, Any]) -> bool:
 
 def optimizer_notices(config: Config, dtypes: Precision) -> list[str]:
     """Return notices about options without effect, and about the precision of 16-bit masters and states."""
-    return [*_decay_notices(config), *_narrow_notices(config, dtypes)]
+    return [*_decay_notices(config), *_compressed_notices(config), *_narrow_notices(config, dtypes)]
+
+
+def _compressed_notices(config: Config) -> list[str]:
+    """Return a notice about options that the compressed optimizers accept and ignore, as DeepSpeed's do."""
+    optimizer = config.settings.optimizer
+    if optimizer.type.lower() not in COMPRESSED:
+        return []
+    found = [name for name in _IGNORED_BY_COMPRESSED if name in optimizer.params]
+    if not found:
+        return []
+    keys = ", ".join(f"optimizer.params.{name}" for name in found)
+    return [
+        f"{config.origin(f'optimizer.params.{found[0]}')}: {keys} {'has' if len(found) == 1 else 'have'} no effect: "
+        f"{optimizer.type} never corrects the bias of moments, adds eps outside of the root, and communicates as the "
+        "run does"
+    ]
 
 
 def _decay_notices(config: Config) -> list[str]:

@@ -25,6 +25,7 @@ from zengine.config.keys.parallel import (
 )
 from zengine.config.keys.root import Settings
 from zengine.config.plan.facts import Facts
+from zengine.config.plan.replica_groups import replica_groups
 from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config, at
 
@@ -76,6 +77,7 @@ class ParallelPlan:
 
     degrees: Degrees = attrs.field(factory=lambda: Degrees(shard=1))
     tensor: TensorPlan = attrs.field(factory=TensorPlan)
+    independent_replicas: bool = False  # no gradients are summed along `replicate`: diloco
     expert_layers: str = ""  # regular expression for the paths of the layers whose experts are distributed
 
     @property
@@ -84,9 +86,14 @@ class ParallelPlan:
         return self.degrees.replicate * self.degrees.shard
 
     @property
+    def sample_ranks(self) -> int:
+        """Ranks that process different parts of samples."""
+        return self.data_ranks * self.degrees.sequence
+
+    @property
     def gradient_ranks(self) -> int:
         """Ranks that sum gradients, and over which ZeRO shards."""
-        return self.data_ranks * self.degrees.sequence
+        return self.sample_ranks // (self.degrees.replicate if self.independent_replicas else 1)
 
     @property
     def model_parallel_size(self) -> int:
@@ -105,12 +112,33 @@ def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
     if total % shared:
         return [_no_quotient(config, sizes, total)]
     data = {axis: facts.axes[axis] for axis in ("replicate", "shard") if axis in facts.axes}
+    is_apart = config.settings.diloco.sync_every > 0
+    if is_apart:
+        groups = replica_groups(config, facts, total // shared, sizes["sequence"])
+        if isinstance(groups, Problem):
+            return [groups]
+        data["replicate"] = groups
     try:
         degrees = Degrees(**sizes, **data).resolved(total)
         layers = config.settings.expert_parallel.moe_layer_pattern or ""
-        return ParallelPlan(degrees=degrees, tensor=_tensor(config.settings), expert_layers=layers)
+        plan = ParallelPlan(
+            degrees=degrees,
+            tensor=_tensor(config.settings),
+            expert_layers=layers,
+            independent_replicas=is_apart,
+        )
+        return _check_experts(config, plan)
     except ValueError as error:  # the expert degree, or a mesh whose axes do not multiply to its ranks
         return [_problem(config, "expert", sizes["expert"], str(error).rstrip("."), "")]
+
+
+def _check_experts(config: Config, plan: ParallelPlan) -> ParallelPlan | list[Problem]:
+    """Return the plan, or the problem of experts that would be sharded over independent replicas."""
+    experts, ranks = plan.degrees.expert, plan.gradient_ranks
+    if ranks % experts == 0:
+        return plan
+    reason = f"a replica group of diloco has {ranks} ranks that sum gradients, among which experts are sharded"
+    return [_problem(config, "expert", experts, reason, "Choose a divisor of it, or fewer groups.")]
 
 
 def parallel_rows(plan: ParallelPlan, pipeline: Pipeline, activations: ActivationCheckpointing) -> Iterator[PlanRow]:

@@ -15,19 +15,33 @@ from typing import Any
 import attrs
 
 import zckpt
+from zengine.config.keys.autotuning import Autotuning
 from zengine.config.keys.checkpoint import CheckpointSettings
+from zengine.config.keys.compression import CompressionTraining
 from zengine.config.keys.faults import FaultKeys
-from zengine.config.keys.features import Elasticity, FeatureKeys, HybridEngine, ProgressiveLayerDrop
+from zengine.config.keys.features import (
+    BlockEigenvalues,
+    DiLoCo,
+    Elasticity,
+    FeatureKeys,
+    HybridEngine,
+    ProgressiveLayerDrop,
+    QuantizeTraining,
+    SparseAttention,
+)
 from zengine.config.keys.parallel import ActivationCheckpointing, Pipeline
 from zengine.config.keys.training import RunKeys, TrainingKeys
+from zengine.config.keys.zero import ZenFlow
 from zengine.config.plan.batch import BatchPlan
 from zengine.config.plan.data import DataPlan
+from zengine.config.plan.moq import MoqPlan
 from zengine.config.plan.optimizer import OptimizerPlan, SchedulerPlan, optimizer_rows
 from zengine.config.plan.parallel import ParallelPlan, parallel_rows
 from zengine.config.plan.precision import PLAIN, NumericsPlan, Scaling, precision_rows
 from zengine.config.plan.rows import PlanRow, lookup, rows, table, value_of
+from zengine.config.plan.techniques.compression import group_rows
 from zengine.config.plan.telemetry import ProfilingPlan, TelemetryPlan, profiling_rows, telemetry_rows
-from zengine.config.plan.zero import zero_rows
+from zengine.config.plan.zero import zenflow_rows, zero_rows
 from zpartition import SparseGradients, ZeroPolicy
 from zprecision import Precision, Unscaled
 
@@ -46,6 +60,7 @@ class Plan(FaultKeys, RunKeys):
     scaling: Scaling
     cast_inputs: bool  # floating-point inputs of forward are cast to precision.param
     zero: ZeroPolicy
+    zenflow: ZenFlow  # as written; the data's steps per epoch are not known yet
     optimizer: OptimizerPlan
     scheduler: SchedulerPlan
     clip_norm: float  # maximum global L2 norm of the gradients; 0: off
@@ -54,8 +69,15 @@ class Plan(FaultKeys, RunKeys):
     profiling: ProfilingPlan  # FLOPs, a window of traces, collectives
     data: DataPlan
     progressive_layer_drop: ProgressiveLayerDrop
+    sparse_attention: SparseAttention
+    eigenvalue: BlockEigenvalues
+    quantize_training: QuantizeTraining
+    moq: MoqPlan  # what quantize_training asks for
     elasticity: Elasticity
+    autotuning: Autotuning
+    diloco: DiLoCo
     hybrid_engine: HybridEngine
+    compression_training: CompressionTraining
     checkpoint: CheckpointSettings
     keep: zckpt.RetentionPolicy  # retention of old checkpoints after each save
     loads_full_masters: bool  # False: load_checkpoint rounds masters to the dtype of the weights
@@ -73,6 +95,12 @@ class Plan(FaultKeys, RunKeys):
         """True if losses, and hence gradients, are multiplied by a loss scale."""
         return not isinstance(self.scaling, Unscaled)
 
+    @property
+    def eigenvalues(self) -> BlockEigenvalues:
+        """Section eigenvalue that is on: of quantize_training, where DeepSpeed has it, or of the top level."""
+        inner = self.quantize_training.eigenvalue
+        return inner if self.quantize_training.enabled and inner.enabled else self.eigenvalue
+
     def rows(self) -> Iterator[PlanRow]:
         """Yield every value under the key that sets it."""
         dense = self.zero.sparse_gradients is SparseGradients.DENSE
@@ -83,6 +111,7 @@ class Plan(FaultKeys, RunKeys):
         yield from parallel_rows(self.parallel, self.pipeline, self.activations)
         yield from self.data.rows
         yield from rows("", self, FeatureKeys)
+        yield from group_rows(self.compression_training, self.origins)
         yield from optimizer_rows(self.optimizer, self.scheduler)
         yield from precision_rows(
             self.precision,
@@ -93,6 +122,7 @@ class Plan(FaultKeys, RunKeys):
             skip_nonfinite=self.skip_nonfinite,
         )
         yield from zero_rows(self.zero, self.offloads, self.leaf_modules, self.loads_full_masters)
+        yield from zenflow_rows(self.zenflow)
         yield from telemetry_rows(self.telemetry)
         yield from profiling_rows(self.profiling)
         yield from rows("checkpoint.", self.checkpoint, CheckpointSettings)

@@ -16,13 +16,16 @@ from zengine.config.plan.data import data_notices, data_plan
 from zengine.config.plan.data_rules import check_whole_sequences
 from zengine.config.plan.elastic import BATCH_KEYS, elastic_batch, elastic_notices
 from zengine.config.plan.facts import Facts
+from zengine.config.plan.moq import moq_plan
 from zengine.config.plan.optimizer import SchedulerPlan, optimizer_notices, optimizer_plan
 from zengine.config.plan.parallel import ParallelPlan, activation_notices, parallel_notices, parallel_plan
 from zengine.config.plan.plan import Plan
 from zengine.config.plan.precision import derived_dtypes, numerics, precision, precision_notices, scaling
 from zengine.config.plan.precision_rules import check_fp8_device
+from zengine.config.plan.replica_groups import diloco_notices
 from zengine.config.plan.rows import planned
 from zengine.config.plan.rules import violations
+from zengine.config.plan.technique_rules import technique_notices, technique_problems
 from zengine.config.plan.telemetry import (
     check_profiler_ranks,
     profiling,
@@ -34,6 +37,7 @@ from zengine.config.plan.zero import (
     averaging_notices,
     check_secondary_group_size,
     check_shard_group_size,
+    feedback_notices,
     leaf_modules,
     offload_devices,
     offload_notices,
@@ -49,6 +53,11 @@ def resolve(config: Config, facts: Facts) -> Plan:
 
     Raises ConfigError with every violated rule: the degrees of parallelism, the batch equation for the data-parallel
     ranks, and the rules between keys.
+
+    >>> from zengine.config import Facts, load, resolve
+    >>> config = load({"train_batch_size": 64, "gradient_accumulation_steps": 2})
+    >>> resolve(config, Facts(world_size=8, replicas=8)).batch.micro_batch_size
+    4
     """
     parallel = parallel_plan(config, facts)
     if isinstance(parallel, list):  # the remaining rules need the degrees
@@ -59,6 +68,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     problems += check_shard_group_size(config, parallel)
     problems += check_secondary_group_size(config, parallel) + check_fp8_device(config, facts)
     problems += check_profiler_ranks(config, facts) + check_whole_sequences(config, parallel)
+    problems += technique_problems(config, parallel)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings
@@ -71,12 +81,14 @@ def resolve(config: Config, facts: Facts) -> Plan:
         "cast_inputs": settings.fp16.enabled and settings.fp16.auto_cast,
         "numerics": numerics(settings),
         "zero": zero_policy(settings, dtypes, facts, parallel, batch.accumulation),
+        "zenflow": settings.zero_optimization.zenflow,
         "optimizer": optimizer_plan(settings, dtypes),
         "scheduler": SchedulerPlan(type=settings.scheduler.type, params=dict(settings.scheduler.params)),
         "skip_nonfinite": dtypes.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
         "telemetry": telemetry_plan(settings),
         "profiling": profiling(settings),
         "data": data_plan(config),
+        "moq": moq_plan(settings),
         "keep": _keep(settings),
         "loads_full_masters": settings.zero_optimization.load_from_fp32_weights,
         "collect_garbage": not settings.disable_python_gc,
@@ -138,7 +150,7 @@ def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
     settings = config.settings
     keys = [".".join(path) for path, entry in walk(ROOT) if entry.support is Support.HONOURED]
     keys = [key for key in keys if ".*." not in key]  # members with the user's names are added from `given`
-    named = (".params.", ".curriculum_metrics.", ".layer_specs")
+    named = (".params.", ".curriculum_metrics.", ".layer_specs", ".different_groups.")
     keys += [key for key in config.given if any(name in key for name in named)]
     origins = {key: config.origin(key) for key in keys}
     written = [key for key in BATCH_KEYS if key in config.given]
@@ -156,7 +168,9 @@ def _notices(config: Config, facts: Facts, parallel: ParallelPlan, dtypes: Preci
     """Return the notices that depend on the facts or on several keys."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *averaging_notices(config), *profiling_notices(config, facts)]
+    notices += technique_notices(config)
     notices += [*data_notices(config), *elastic_notices(config, parallel)]
+    notices += feedback_notices(config) + diloco_notices(config, parallel.degrees.replicate)
     notices += [*rate_notices(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + stage_3_keys(config)

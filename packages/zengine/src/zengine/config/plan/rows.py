@@ -36,12 +36,18 @@ def planned(settings: attrs.AttrsInstance, part: type[attrs.AttrsInstance], **de
 
 
 def rows(
-    prefix: str, part: object, settings: type[attrs.AttrsInstance], *, skip: Container[str] = (), **derived: Any
+    prefix: str,
+    part: object,
+    settings: type[attrs.AttrsInstance],
+    *,
+    skip: Container[str] = (),
+    switches: Container[str] = ("enabled",),
+    **derived: Any,
 ) -> Iterator[PlanRow]:
     """Yield the rows of the keys of `settings` under `prefix`, with the values of `part`.
 
     skip: keys without a row; derived: values of keys that no single field of `part` holds.
-    A section that is off has one row, `enabled`.  An inner section has rows if `part` holds the section itself.
+    A section that is off has one row, its switch.  An inner section has rows if `part` holds the section itself.
     """
     for field in attrs.fields(settings):
         row, name = field.metadata["row"], field.name
@@ -50,11 +56,11 @@ def rows(
         if not isinstance(row, Key):
             inner = getattr(part, name, None)
             if isinstance(row.factory, type) and isinstance(inner, row.factory):
-                yield from rows(f"{prefix}{name}.", inner, row.factory)
+                yield from rows(f"{prefix}{name}.", inner, row.factory, switches=(row.switch or "enabled",))
             continue
-        value = row.shown(derived[name] if name in derived else attrgetter(row.plan or name)(part))
-        yield f"{prefix}{name}", value
-        if name == "enabled" and not value:
+        held = derived[name] if name in derived else attrgetter(row.plan or name)(part)
+        yield f"{prefix}{name}", row.shown(held)
+        if name in switches and not held:
             return
 
 

@@ -10,7 +10,11 @@ from collections.abc import Callable
 
 from zengine.config.grammar.errors import Problem
 from zengine.config.plan.data_rules import data_violations
+from zengine.config.plan.moq import check_moq_bits
 from zengine.config.plan.precision_rules import PRECISION_RULES
+from zengine.config.plan.replica_groups import check_diloco
+from zengine.config.plan.techniques.compression import compression_violations
+from zengine.config.plan.techniques.zenflow import check_zenflow
 from zengine.config.reading.load import Config
 from zengine.config.reading.load import at as _at
 from zengine.config.reading.load import violation as _violation
@@ -91,6 +95,27 @@ def check_nvme_path(config: Config) -> Problem | None:
     return None
 
 
+def check_compressed_optimizer(config: Config) -> Problem | None:
+    """Reject compressed optimizers at stages where no rank has what they average."""
+    name, stage = config.settings.optimizer.type, config.settings.zero_optimization.stage
+    highest = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}.get(name.lower(), 3)
+    if stage <= highest:
+        return None
+    reason = (
+        "between synchronizations every rank updates all weights by its own momenta, so both differ from rank to rank"
+        if not highest
+        else "ranks average their whole momenta in one bit an element"
+    )
+    return _violation(
+        config,
+        "zero_optimization.stage",
+        f"{_at(config, 'zero_optimization.stage')} = {stage} shards what {name} needs whole on every rank: {reason}",
+        f"Set the stage to {highest}{'' if highest == 0 else ' or 0'}, or use "
+        f"{'' if highest else 'OneBitAdam, which shards its states at stage 1, or '}"
+        f"{'AdamW' if 'adam' in name.lower() else 'LAMB'}.",
+    )
+
+
 def check_keep_last(config: Config) -> Problem | None:
     """Require checkpoint.keep.last beside its other keys, which alone would delete the newest checkpoints."""
     keep = config.settings.checkpoint.keep
@@ -148,12 +173,17 @@ RULES: tuple[Rule, ...] = (
     check_scale_floor,
     check_shard_group_stage,
     check_nvme_path,
+    check_compressed_optimizer,
     check_keep_last,
     check_signals_save_dir,
     check_contiguous_checkpointing,
+    check_diloco,
+    check_moq_bits,
+    check_zenflow,
 )
 
 
 def violations(config: Config) -> list[Problem]:
     """Return a problem for every rule that `config` breaks."""
-    return [problem for rule in RULES if (problem := rule(config)) is not None] + data_violations(config)
+    found = [problem for rule in RULES if (problem := rule(config)) is not None]
+    return [*found, *data_violations(config), *compression_violations(config)]

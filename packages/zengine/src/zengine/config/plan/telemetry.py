@@ -161,4 +161,11 @@ def profiling_notices(config: Config, facts: Facts) -> list[str]:
     if comms.enabled and comms.debug and not comms.verbose:
         key = "comms_logger.debug"
         notices.append(f"{config.origin(key)}: {key} has no effect here: verbose is false, so there are no lines")
+    tuning = settings.autotuning
+    if tuning.enabled and not (tuning.metric_path or tuning.model_info_path):
+        key = "autotuning.enabled"
+        notices.append(
+            f"{config.origin(key)}: {key} has no effect here: `deepspeed --autotuning tune` or `run` did not start "
+            "this script"
+        )
     return notices

@@ -9,18 +9,30 @@ and then between nodes; the size of a node is `zero_hpz_partition_size`, else th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 
 from zengine.config.grammar.errors import NOWHERE, Problem
 from zengine.config.keys.root import Settings
-from zengine.config.keys.zero import MEASURED, Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
+from zengine.config.keys.zero import MEASURED, Aio, LeafModule, LoCo, OffloadOptimizer, OffloadParam, ZenFlow, Zero
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.parallel import ParallelPlan
 from zengine.config.plan.precision import wire_dtypes
 from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
-from zpartition import Averaging, BucketSizing, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
+from zpartition import (
+    Averaging,
+    BucketSizing,
+    ColumnMoments,
+    Offload,
+    ReduceAt,
+    SelectivePolicy,
+    SparseGradients,
+    Speculation,
+    Tier,
+    ZeroPolicy,
+)
 from zprecision import Precision
 
 __all__ = [
@@ -31,7 +43,9 @@ __all__ = [
     "offload_devices",
     "offload_notices",
     "reduce_at",
+    "selective_policy",
     "stage_3_keys",
+    "zenflow_rows",
     "zero_policy",
     "zero_rows",
 ]
@@ -110,7 +124,7 @@ def averaging_notices(config: Config) -> list[str]:
 def _shard_group_size(settings: Settings, parallel: ParallelPlan) -> int:
     """Return the ranks per sharded copy: the key, or derived from a mesh with a `replicate` axis."""
     zero = settings.zero_optimization
-    if zero.shard_group_size or not zero.stage or parallel.degrees.replicate == 1:
+    if zero.shard_group_size or not zero.stage or parallel.degrees.replicate == 1 or parallel.independent_replicas:
         return zero.shard_group_size
     return parallel.gradient_ranks // parallel.degrees.replicate
 
@@ -132,7 +146,7 @@ def _offload(settings: Settings, facts: Facts) -> Offload:
     """Return the offload policy; `rules` have checked the paths."""
     zero, devices = settings.zero_optimization, offload_devices(settings)
     states, weights = zero.offload_optimizer, zero.offload_param
-    tier = _tier(states.device, facts)
+    tier = _states_tier(zero, facts)
     folders = {"offload_optimizer": states.nvme_path, "offload_param": weights.nvme_path}
     speculates = states.super_offload and tier is Tier.HOST
     derived = {
@@ -143,10 +157,33 @@ def _offload(settings: Settings, facts: Facts) -> Offload:
         "pin": states.pin_memory if tier is Tier.HOST or zero.stage < 3 else weights.pin_memory,
         "directory": next((folders[name] for name, device in devices.items() if device == "nvme"), ""),
         "speculation": Speculation.LAST_BACKWARD if speculates else Speculation.OFF,
+        "selective": selective_policy(zero.zenflow),
     }
     return Offload(
         **{**planned(settings.aio, Offload), **planned(weights, Offload), **planned(states, Offload, **derived)}
     )
+
+
+def selective_policy(zenflow: ZenFlow, steps_per_epoch: int = 0) -> SelectivePolicy:
+    """Return the policy of ZenFlow.
+
+    steps_per_epoch: of the training data, used if the section has none; 0: unknown, so columns are selected once.
+
+    Raises:
+        ValueError: the interval of an update is longer than that of a selection.
+    """
+    if not zenflow.topk_ratio:
+        return SelectivePolicy()
+    unit = 1 if zenflow.select_strategy == "step" else zenflow.steps_per_epoch or steps_per_epoch
+    every = (zenflow.select_interval or 1) * unit
+    moments = ColumnMoments.HOST if zenflow.offload else ColumnMoments.DEVICE
+    return SelectivePolicy(**planned(zenflow, SelectivePolicy, select_every=every, moments=moments))
+
+
+def _states_tier(zero: Zero, facts: Facts) -> Tier:
+    """Return the place of masters and states; ZenFlow keeps them apart from the weights without a GPU, too."""
+    is_apart = zero.zenflow.topk_ratio > 0 and zero.offload_optimizer.device == "cpu"
+    return Tier.HOST if is_apart else _tier(zero.offload_optimizer.device, facts)
 
 
 def _tier(device: str, facts: Facts) -> Tier:
@@ -163,7 +200,7 @@ def _whole_units(zero: Zero) -> dict[str, int | None]:
     return {"max_live_numel": live, "max_reuse_numel": DEEPSPEEDS_LIMIT if distance is None else distance}
 
 
-def _zeropp_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str, int]:
+def _zeropp_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str, Any]:
     """Return the policy's ZeRO++ fields; all zero below stage 3."""
     names = ("weight_bits", "frozen_weight_bits", "secondary_group_size", "gradient_bits", "gradient_hop_size")
     if zero.stage < 3:
@@ -178,7 +215,8 @@ def _zeropp_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str
         GRADIENT_BITS * zero.zero_quantized_gradients,
         node * (zero.zero_quantized_gradients and fits),
     )
-    return dict(zip(names, values))
+    feedback = zero.zeropp_loco_param if zero.zero_quantized_gradients else LoCo()
+    return {**dict(zip(names, values)), **planned(feedback, ZeroPolicy)}
 
 
 def _copy_size(zero: Zero, parallel: ParallelPlan) -> int:
@@ -196,6 +234,7 @@ def zero_rows(
     home = "zero_optimization."
     bucket = MEASURED if policy.bucket_sizing is BucketSizing.MEASURED else policy.bucket_numel
     yield from rows(home, policy, Zero, load_from_fp32_weights=full_masters, reduce_bucket_size=bucket)
+    yield from rows(f"{home}zeropp_loco_param.", policy, LoCo)
     yield from rows(f"{home}leaf_module.", policy, LeafModule, **_all_names(leaf_modules))
     yield from rows(
         f"{home}offload_optimizer.",
@@ -208,6 +247,12 @@ def zero_rows(
         f"{home}offload_param.", policy.offload, OffloadParam, device=offloads.get("offload_param", "none")
     )
     yield from rows("aio.", policy.offload, Aio)
+
+
+def zenflow_rows(zenflow: ZenFlow) -> Iterator[PlanRow]:
+    """Yield the rows of zero_optimization.zenflow."""
+    written = {field.name: getattr(zenflow, field.name) for field in attrs.fields(ZenFlow)}
+    yield from rows("zero_optimization.zenflow.", zenflow, ZenFlow, switches=("topk_ratio",), **written)
 
 
 def _all_names(leaf_modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -261,13 +306,24 @@ def stage_3_keys(config: Config) -> list[str]:
         "zero_quantized_weights": zero.zero_quantized_weights,
         "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
         "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "zeropp_loco_param.err_beta": zero.zeropp_loco_param.err_beta < 1,
     }
     return [f"zero_optimization.{key}" for key, is_asked in asked.items() if is_asked and zero.stage < 3]
 
 
+def feedback_notices(config: Config) -> list[str]:
+    """Return a notice of error feedback without quantized gradients."""
+    zero, key = config.settings.zero_optimization, "zero_optimization.zeropp_loco_param"
+    given = [name for name in config.given if name.startswith(f"{key}.")]
+    if zero.stage < 3 or not given or (zero.zero_quantized_gradients and zero.zeropp_loco_param.err_beta < 1):
+        return []
+    why = "err_beta is 1" if zero.zero_quantized_gradients else "zero_quantized_gradients is off"
+    return [f"{config.origin(given[0])}: {key} has no effect here: {why}"]
+
+
 def offload_notices(config: Config, facts: Facts) -> list[str]:
     """Return notices of keys of ZeRO's memory and files without effect on this machine or in this combination."""
-    moved = _tier(config.settings.zero_optimization.offload_optimizer.device, facts)
+    moved = _states_tier(config.settings.zero_optimization, facts)
     idle = [
         *_idle_devices(config, facts),
         *_idle_optimizer_keys(config, moved),
@@ -293,7 +349,8 @@ def _idle_devices(config: Config, facts: Facts) -> _Idle:
             f"weights are sharded, and offloaded, from stage 3 on (stage is {zero.stage})",
         )
     for name, device in offload_devices(config.settings).items():
-        if device == "cpu" and facts.device_type == "cpu":
+        is_apart = name == "offload_optimizer" and _states_tier(zero, facts) is Tier.HOST
+        if device == "cpu" and facts.device_type == "cpu" and not is_apart:
             key = f"zero_optimization.{name}.device"
             yield key, key, "this run computes on the CPU, so everything is on the CPU already"
 

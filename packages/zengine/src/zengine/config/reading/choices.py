@@ -94,7 +94,7 @@ class _Trial:
         if self.is_certain():
             return
         failure = _failure(self.make, self.chosen.type, {})
-        if isinstance(failure, (zoptim.UnknownNameError, zoptim.NotAvailableYetError)):
+        if isinstance(failure, zoptim.UnknownNameError):
             yield self.problem("type", _sentence(failure), self.chosen.type)
             return
         options = list(self.option_problems())
@@ -144,6 +144,8 @@ def _failure(make: Make, name: str, params: Mapping[str, Any]) -> Exception | No
         warnings.simplefilter("ignore")  # the real build warns
         try:
             make(name, params)
+        except zoptim.BaseShapesMissingError:  # of muP: names and values are right, and the model is not there yet
+            return None
         except Exception as failure:
             return failure
     return None

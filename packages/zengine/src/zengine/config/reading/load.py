@@ -53,6 +53,16 @@ def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
     """Read a JSON file, a JSON text or a mapping; `auto` (dotted key -> value) replaces "auto" in the file.
 
     Raises ConfigError, a ValueError, with every problem of the source; TypeError for another kind of source.
+
+    >>> from zengine.config import load
+    >>> load({"train_batch_size": 8, "fp16": {"enabled": True}}).settings.fp16.enabled
+    True
+    >>> load({"train_batch": 8})
+    Traceback (most recent call last):
+    ...
+    zengine.config.grammar.errors.ConfigError: the config dict: 1 problem
+      train_batch = 8: unknown key. Did you mean "train_batch_size"?
+    See https://zstar.example/docs/reference/config.html
     """
     document = read(source)
     if document.data is None and document.problems:

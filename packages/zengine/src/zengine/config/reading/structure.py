@@ -182,7 +182,8 @@ class _Walk:
             entry = section.keys.get(name)
             if entry is not None and entry.support is not Support.REJECTED and not _accepts(entry, "auto"):
                 del members[name]
-                self.ignore((*path, name), LEFT_AUTO)
+                if not isinstance(entry, Key) or entry.empty != "auto":  # where the default means "auto", all is said
+                    self.ignore((*path, name), LEFT_AUTO)
 
     def mode(self, section: Section, members: Mapping[str, Any], path: Path) -> Mode:
         """Return the mode of a section, by the value of its switch."""

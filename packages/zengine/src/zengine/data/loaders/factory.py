@@ -18,13 +18,14 @@ from torch.utils.data import IterableDataset, default_collate
 from zengine.data.loaders.base import Loader
 from zengine.data.loaders.curriculum import CurriculumLoader
 from zengine.data.loaders.fetch import BatchFetcher, make_prefetcher
-from zengine.data.loaders.indexed import MapLoader, SampledLoader
+from zengine.data.loaders.indexed import MapLoader, SampledLoader, UnevenLoader
 from zengine.data.loaders.packed import PackedLoader
 from zengine.data.loaders.stream import StreamLoader
 from zengine.data.metrics import MetricError
 from zengine.data.order.curriculum import CurriculumOrder, Limit
 from zengine.data.order.order import Order
 from zengine.data.order.packing import PackedOrder, Packing
+from zengine.data.order.uneven import UnevenStep
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +38,7 @@ class LoaderFactory:
     accumulation: int = 1  # micro-steps of an optimizer step
     seed: int = 1234
     drop_last: bool = False  # drop the incomplete last micro-step of an epoch; otherwise pad it
+    uneven: tuple[UnevenStep, ...] = ()  # one if ranks have different numbers of samples
     fetcher: BatchFetcher = attrs.field(factory=BatchFetcher)
 
     def __attrs_post_init__(self) -> None:
@@ -52,6 +54,11 @@ class LoaderFactory:
             TypeError: `dataset` is not a dataset.
             ValueError: `dataset` is smaller than one micro-batch of all ranks.
         """
+        for step in self.uneven:
+            self._check_even("an IterableDataset", isinstance(dataset, IterableDataset))
+            num_samples = self.length_of(dataset)
+            order = Order(num_samples=num_samples, micro_batch_size=1, seed=self.seed, shuffle=shuffle)
+            return UnevenLoader(dataset, order, step, rank=self.rank, drop_last=self.drop_last, fetcher=self.fetcher)
         if not isinstance(dataset, IterableDataset):
             order = self._order(dataset, shuffle=shuffle)
             return MapLoader(dataset, order, rank=self.rank, drop_last=self.drop_last, fetcher=self.fetcher)
@@ -66,6 +73,7 @@ class LoaderFactory:
 
     def sampled(self, dataset: Any, sampler: Iterable[int]) -> Loader:
         """Load in the order of a sampler, which yields the samples of this rank."""
+        self._check_even("a sampler", True)
         return SampledLoader(
             dataset,
             sampler,
@@ -110,6 +118,16 @@ class LoaderFactory:
         return PackedLoader(
             dataset, order, rank=self.rank, micro_batch_size=self.micro_batch_size, fetcher=self.fetcher
         )
+
+    def _check_even(self, what: str, is_given: bool) -> None:
+        """Raise ValueError if `what` would choose the samples of ranks whose shares differ in size."""
+        if self.uneven and is_given:
+            step = self.uneven[0]
+            raise ValueError(
+                f"a step of {step.batch} samples does not divide by {step.world_size} ranks, so each rank has a "
+                f"share of its own size, and {what} yields batches of one size. Pass an indexed dataset, or start a "
+                f"number of ranks that divides {step.batch}"
+            )
 
     def _order(self, dataset: Any, *, shuffle: bool) -> Order:
         return Order(

@@ -10,13 +10,14 @@ from itertools import islice
 from typing import Any, final
 
 import attrs
+import numpy as np
 
 from zengine.data.loaders.base import Loader, check_below, do_nothing, prepare_restore, read_counts
 from zengine.data.loaders.fetch import BatchFetcher
 from zengine.data.order.order import BatchIndices, Order
+from zengine.data.order.uneven import UnevenStep
 
 
-@final
 class MapLoader(Loader):
     """Loads a dataset with a length and an index.
 
@@ -97,6 +98,68 @@ class MapLoader(Loader):
                 f"loader state: the position was saved with shuffle={not self._order.shuffle}, this loader has "
                 f"shuffle={self._order.shuffle}. Build the loader with the saved value"
             )
+
+
+@final
+class UnevenLoader(MapLoader):
+    """Loads a rank's shares of uneven steps (uneven.py): batches of different sizes, and whole steps in each epoch.
+
+    The samples at the end of an epoch that do not fill a step are dropped, or with `drop_last` off filled up from the
+    start of the epoch's order.
+    """
+
+    def __init__(
+        self, dataset: Any, order: Order, step: UnevenStep, *, rank: int, drop_last: bool, fetcher: BatchFetcher
+    ) -> None:
+        if order.num_samples < step.batch:
+            raise ValueError(
+                f"the dataset has {order.num_samples} samples, fewer than one step of {step.batch} samples, whose "
+                f"shares for {step.world_size} ranks differ in size. Use more data, or a smaller batch"
+            )
+        super().__init__(dataset, order, rank=rank, drop_last=drop_last, fetcher=fetcher)
+        self.batch_size = step.most
+        self._step = step
+        self._index = 0  # micro-steps done in the step at the position
+
+    def __len__(self) -> int:
+        return self._num_steps(0) * self._step.accumulation
+
+    def _num_steps(self, consumed: int) -> int:
+        """Return the steps left in an epoch after `consumed` samples."""
+        left = self._order.num_samples - consumed
+        return left // self._step.batch if self._drop_last else -(-left // self._step.batch)
+
+    def _open(self) -> Iterator[Any]:
+        return self._fetcher.fetch_batches(self.dataset, self._batches(), self._order.seed)
+
+    def _batches(self) -> Iterator[BatchIndices]:
+        step, first = self._step, self.consumed_samples - self._step.micro_step(self._index).start
+        order, num_steps, done = self._order.permutation(self.epoch), self._num_steps(first), self._index
+        for number in range(done, num_steps * step.accumulation):
+            begin = first + number // step.accumulation * step.batch
+            share = step.share(number % step.accumulation, self._rank)
+            places = np.arange(share.start, max(share.stop, share.start + 1)) + begin
+            indices = tuple(order[places % self._order.num_samples].tolist())
+            yield BatchIndices(epoch=self.epoch, begin=begin + share.start, indices=indices)
+
+    def _advance(self) -> None:
+        self.consumed_samples += len(self._step.micro_step(self._index))
+        self._index = (self._index + 1) % self._step.accumulation
+        self._enter_next_epoch_if_done()
+
+    def _enter_next_epoch_if_done(self) -> None:
+        if not self._index and self._num_steps(self.consumed_samples) <= 0:
+            self.epoch, self.consumed_samples = self.epoch + 1, 0
+
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Prepare a position, which is between two steps of any world."""
+        move = super()._prepare(state)
+
+        def move_to_step() -> None:
+            self._index = 0
+            move()
+
+        return move_to_step
 
 
 @final

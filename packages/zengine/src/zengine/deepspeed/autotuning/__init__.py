@@ -1,4 +1,4 @@
-"""`deepspeed.autotuning`: the scheduler of experiments; the search for a config is `zengine plan`'s."""
+"""`deepspeed.autotuning`: the search for a config, and the scheduler of its experiments."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -171,11 +171,11 @@ class ResourceManager:
         exp["master_port"] = self.args.master_port + exp["exp_id"]
         exp["launcher_args"] = [
             *("--hostfile", str(exp.get("hostfile", ""))),
-            *("--include", "".join(each.desc() for each in reservations).rstrip("@")),
+            *_devices(reservations),
             *("--master_port", str(exp["master_port"])),
         ]
         exp["user_script"], exp["user_args"] = self.args.user_script, self._user_args(exp)
-        command = [*_LAUNCHER, *exp["launcher_args"], exp["user_script"], *exp["user_args"]]
+        command = self.command(exp)
         folder = Path(exp["result_dir"])
         folder.mkdir(parents=True, exist_ok=True)
         exp["ds_config_path"] = str(folder / "ds_config.json")
@@ -185,6 +185,10 @@ class ResourceManager:
         with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as errors:
             process = subprocess.Popen(command, stdout=out, stderr=errors)
         self.running_experiments[exp["exp_id"]] = (process, exp, reservations, time.time())
+
+    def command(self, exp: Mapping[str, Any]) -> list[str]:
+        """Return the command of an experiment that has run, with the config that it has now."""
+        return [*_LAUNCHER, *exp["launcher_args"], exp["user_script"], *self._user_args(exp)]
 
     def _user_args(self, exp: Mapping[str, Any]) -> list[str]:
         """Return the script's arguments with the experiment's config, and the values that mapped options get."""
@@ -218,11 +222,13 @@ class ResourceManager:
         for key in ended:
             process, exp, reservations, start = self.running_experiments.pop(key)
             _restore(reservations)
-            found = _error_in(Path(exp["result_dir"], "stderr.log"))
-            self.finished_experiments[key] = (
-                exp,
-                found or (f"status {process.returncode}" * bool(process.returncode) or None),
-            )
+            folder = Path(exp["result_dir"])
+            found = None
+            if process.returncode or not (folder / "metrics.json").exists():  # words of a log alone are no error
+                found = _error_in(folder / "stderr.log") or (
+                    f"status {process.returncode}" * bool(process.returncode)
+                )
+            self.finished_experiments[key] = (exp, found or None)
             logger.info("Finished experiment %s in %.1f s", exp["name"], time.time() - start)
         if pbar is not None:
             pbar.update(len(ended))
@@ -246,6 +252,18 @@ class ResourceManager:
             if best[1] is None:
                 best = (exp, None)
         return best
+
+
+def _devices(reservations: Sequence[Reservation]) -> tuple[str, str]:
+    """Return the launcher's option for the slots; the first ones of this host are a number, which CPUs may exceed."""
+    first = reservations[0]
+    if (
+        len(reservations) == 1
+        and first.node.host == "localhost"
+        and sorted(first.slots) == [*range(len(first.slots))]
+    ):
+        return "--num_gpus", str(len(first.slots))
+    return "--include", "".join(each.desc() for each in reservations).rstrip("@")
 
 
 def _restore(reservations: Iterable[Reservation]) -> None:

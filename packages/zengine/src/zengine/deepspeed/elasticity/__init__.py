@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.absent import absent
 from zengine.deepspeed.elasticity.constants import ELASTICITY, ENABLED, ENABLED_DEFAULT
+from zengine.deepspeed.elasticity.elastic_agent import DSElasticAgent
 from zengine.deepspeed.elasticity.elasticity import (
     compute_elastic_config,
     elasticity_enabled,
     ensure_immutable_elastic_config,
 )
 from zengine.deepspeed.elasticity.utils import is_torch_elastic_compatible
-
-DSElasticAgent = absent("elasticity.DSElasticAgent")
 
 __all__ = [
     "ELASTICITY",

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from zengine.config import ConfigError
+from zengine.config.plan.elastic import CHOSEN
 from zengine.deepspeed.elasticity import constants
 
-__all__ = ["ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize"]
+__all__ = [
+    "ElasticityConfig",
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "elastic_errors",
+]
 
 
 class ElasticityError(Exception):
@@ -21,6 +30,29 @@ class ElasticityConfigError(ElasticityError):
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
     """The world cannot train the elastic batch size."""
+
+
+class _SectionProblems(ElasticityConfigError, ConfigError):
+    """Problems of the section in a config."""
+
+
+class _WorldProblem(ElasticityIncompatibleWorldSize, ConfigError):
+    """The world of the run does not fit the section of its config."""
+
+
+@contextmanager
+def elastic_errors() -> Iterator[None]:
+    """Within the block, raise a ConfigError that is about the section alone as DeepSpeed's error, too."""
+    try:
+        yield
+    except ConfigError as error:
+        keys = [problem.key for problem in error.problems]
+        if not all(
+            each.key.partition(".")[0] == constants.ELASTICITY or each.reason == CHOSEN for each in error.problems
+        ):
+            raise
+        kind = _WorldProblem if keys == [constants.ELASTICITY] else _SectionProblems
+        raise kind(error.source, error.problems) from None
 
 
 class ElasticityConfig:
@@ -55,14 +87,20 @@ class ElasticityConfig:
 
     def _check(self) -> None:
         micro = self.micro_batches
-        if not isinstance(micro, list) or not all(type(each) is int and each > 0 for each in micro):
+        if not isinstance(micro, list) or not micro or not all(type(each) is int and each > 0 for each in micro):
             raise ElasticityConfigError(
                 f"elasticity.micro_batch_sizes = {micro!r}: needs a list of whole numbers >= 1, such as [2, 4, 6]"
             )
         least_of = {"min_gpus": 1, "max_gpus": 1, "model_parallel_size": 1, "num_gpus_per_node": 1, "min_time": 0}
-        for key, least in least_of.items():
-            if getattr(self, key) < least:
-                raise ElasticityConfigError(f"elasticity.{key} = {getattr(self, key)!r}: needs at least {least}")
+        numbers = {key: (getattr(self, key), least) for key, least in least_of.items()}
+        numbers[constants.MAX_ACCEPTABLE_BATCH_SIZE] = (self.max_acceptable_batch_size, 1)
+        for key, (value, least) in numbers.items():
+            if not isinstance(value, (int, float)) or value < least:
+                raise ElasticityConfigError(f"elasticity.{key} = {value!r}: needs at least {least}")
+        if not isinstance(self.prefer_larger_batch_size, bool):
+            raise ElasticityConfigError(
+                f"elasticity.{constants.PREFER_LARGER_BATCH} = {self.prefer_larger_batch_size!r}: needs true or false"
+            )
         if self.max_gpus < self.min_gpus:
             raise ElasticityConfigError(
                 f"elasticity.min_gpus = {self.min_gpus} exceeds max_gpus = {self.max_gpus}: exchange the two"

@@ -42,13 +42,21 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     """Compare the section with the one that a scheduler put into the environment, if it did.
 
     Raises:
-        ElasticityConfigError: batch sizes or version differ.
+        ElasticityConfigError: batch sizes or version differ, or the variable is no JSON object.
     """
     text = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
     if text is None:
         log.info("%s is not set: nothing to compare elasticity with", DEEPSPEED_ELASTICITY_CONFIG)
         return
-    scheduled, here = ElasticityConfig(json.loads(text)), ElasticityConfig(runtime_elastic_config_dict)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ElasticityConfigError(
+            f"{DEEPSPEED_ELASTICITY_CONFIG} is not JSON: {error}. The scheduler must set it to the section."
+        ) from None
+    if not isinstance(found, Mapping):
+        raise ElasticityConfigError(f"{DEEPSPEED_ELASTICITY_CONFIG} = {text!r}: needs the section as a JSON object")
+    scheduled, here = ElasticityConfig(found), ElasticityConfig(runtime_elastic_config_dict)
     for name in ("max_acceptable_batch_size", "micro_batches", "version"):
         seen, present = getattr(scheduled, name), getattr(here, name)
         if seen != present:
@@ -59,13 +67,20 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
 
 def compute_elastic_config(
-    ds_config: dict[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
-) -> tuple[int, list[int]] | tuple[int, list[int], int]:
+    ds_config: dict[str, Any],
+    target_deepspeed_version: str,
+    world_size: int = 0,
+    return_microbatch: bool = False,
+    *,
+    return_accumulation: bool = False,
+) -> tuple[Any, ...]:
     """Return (batch size, numbers of replicas that can train it), and the micro-batch size if one is asked for.
 
     world_size: ranks of the job; 0: unknown, or WORLD_SIZE of the environment for version 0.2.  If it is given, the
         result has the micro-batch size.
     return_microbatch: return the micro-batch size; needs a world.
+    return_accumulation: ours: return a dict as the last value, with the micro-steps of a step by number of replicas.
+        (An engine also trains the batch at other numbers of replicas within the limits, in uneven shares.)
 
     Raises:
         ValueError: `ds_config` is no dict, or no micro-batch size fits into the maximum.
@@ -84,8 +99,9 @@ def compute_elastic_config(
             f"elasticity: {error}"
         ) from None
     counts = list(found.replicas)
+    more = ({count: found.accumulation(count) for count in counts},) if return_accumulation else ()
     if not world_size and not return_microbatch:
-        return found.batch, counts
+        return found.batch, counts, *more
     if world_size and replicas not in counts:
         raise ElasticityIncompatibleWorldSize(
             f"World size ({world_size}) is not valid with the current list of valid GPU counts: {counts}"
@@ -96,7 +112,7 @@ def compute_elastic_config(
             f"no micro-batch size of {config.micro_batches} divides {found.batch} samples over {replicas} replicas; "
             f"valid counts: {counts}"
         )
-    return found.batch, counts, micro
+    return found.batch, counts, micro, *more
 
 
 def _section_of(ds_config: Any) -> ElasticityConfig:
@@ -107,7 +123,10 @@ def _section_of(ds_config: Any) -> ElasticityConfig:
     if not elasticity_enabled(ds_config):
         raise ElasticityConfigError('elasticity is disabled. Set "enabled": true in the section.')
     config = ElasticityConfig(ds_config[ELASTICITY])
-    version = float(config.version)
+    try:
+        version = float(config.version)
+    except (TypeError, ValueError):
+        version = 0.0
     if version not in (0.1, 0.2):
         raise ElasticityConfigError(
             f"elasticity.version = {config.version}: there are 0.1 and {LATEST_ELASTICITY_VERSION}"

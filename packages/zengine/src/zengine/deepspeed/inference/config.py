@@ -172,7 +172,7 @@ class DeepSpeedInferenceConfig(SectionModel):
     tensor_parallel: DeepSpeedTPConfig
     moe: DeepSpeedMoEConfig
     quant: QuantizationConfig
-    zero: dict[str, Any]  # of a stage-3 config with offload_param: stream weights
+    zero: dict[str, Any]  # of a stage-3 config: stream weights, or share them between ranks
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         given = {
@@ -192,9 +192,6 @@ class DeepSpeedInferenceConfig(SectionModel):
             *self._length_conflicts(),
             *written,
         ]
-        if self.offload is not None and not self.parallelism.is_single_rank:
-            reason = "weights that are streamed block by block are not split over ranks"
-            problems.append(Problem(reason=reason, key="init_inference.zero", suggestion="Leave one of them out."))
         if problems:
             raise invalid(type(self).__name__, problems)
         if self.replace_with_kernel_inject and self.parallelism.policy:
@@ -244,7 +241,7 @@ class DeepSpeedInferenceConfig(SectionModel):
 
     @property
     def offload(self) -> WeightOffload | None:
-        """Where blocks rest between their calls; None: on the device."""
+        """Where blocks rest between their calls; None: whole, on the device."""
         return read_offload(self.zero)
 
     def without_offload(self) -> DeepSpeedInferenceConfig:
@@ -272,7 +269,7 @@ class DeepSpeedInferenceConfig(SectionModel):
         if is_idle:
             idle.append("init_inference.injection_policy has no effect here: no layers are split")
         if self.zero and self.offload is None:
-            idle.append("init_inference.zero has no effect here: only stage 3 with offload_param streams weights")
+            idle.append("init_inference.zero has no effect here: only stage 3 streams weights")
         return (*self.model_notices, *idle)
 
 

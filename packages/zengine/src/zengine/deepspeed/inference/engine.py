@@ -1,7 +1,8 @@
 """`init_inference`: a model in one dtype, on the device, without gradients; with tensor or expert parallelism.
 
 Tensor-parallel ranks pass the same inputs, make the same calls, and all get the whole outputs.  Expert-parallel ranks
-may pass different inputs but must call equally often: each call exchanges tokens.
+may pass different inputs but must call equally often: each call exchanges tokens.  A fused decoder over them
+generates if all ask for the same; else the module's own forward does.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -24,66 +26,39 @@ from zengine.build.tensor_parallel import VERIFIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import memory, offloading, splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
-from zengine.deepspeed.inference.files import check_packed, load_part, load_quantized, save_quantized
+from zengine.deepspeed.inference.files import (
+    check_is_plain,
+    check_packed,
+    load_part,
+    load_quantized,
+    open_model,
+    save_quantized,
+)
 from zengine.deepspeed.inference.graphs import GraphedModule
 from zengine.deepspeed.inference.offloading import WeightOffload
-from zengine.deepspeed.utils.timer import SynchronizedWallClockTimer
+from zengine.deepspeed.inference.watch import INFERENCE_MODEL_TIMER, Watch
 from zengine.inference.calls import transformers_style as generation
+from zengine.inference.calls.decoder_cache import ModuleForward, decoder_cache, is_decoder_cache, search
+from zengine.inference.calls.module_generate import ModuleGenerate, own_generate_of
 from zengine.inference.calls.path import FusedPath, has_quantized_layers, recognized, reject_prompt
 from zengine.inference.experts.separate import separate_chosen, stacks_in
 from zengine.inference.loading import weights
+from zengine.inference.loading.sources import Given
 from zengine.inference.offload import WeightStream
 from zengine.inference.quantized import LayerError
 from zengine.inference.quantized_modules import linear_weights, quantize_linears, scales_of, unquantized
 from zengine.inference.structure import Decoder
+from zpartition import ModelParallelGroup
 
 __all__ = ["INFERENCE_MODEL_TIMER", "InferenceEngine", "init_inference"]
 
-INFERENCE_MODEL_TIMER = "model-forward-inference"
-
 log = logging.getLogger("zengine")
-
-
-class _Watch:
-    """Times of forward passes."""
-
-    def __init__(self, use_events: bool) -> None:
-        self._timer = SynchronizedWallClockTimer.Timer(INFERENCE_MODEL_TIMER)
-        self._timer.use_host_timer |= not use_events
-
-    def start(self) -> None:
-        self._wait()
-        self._timer.start()
-
-    def stop(self) -> None:
-        self._wait()
-        self._timer.stop()
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Time what runs inside, as one pass."""
-        self.start()
-        try:
-            yield
-        finally:
-            self.stop()
-
-    def times(self) -> list[float]:
-        """Return the milliseconds of each pass, and forget them."""
-        self._timer.elapsed(reset=False)
-        found = list(self._timer.elapsed_records or ())
-        self._timer.reset()
-        return found
-
-    def _wait(self) -> None:
-        if self._timer.use_host_timer:
-            get_accelerator().synchronize()
 
 
 class InferenceEngine(nn.Module):
     """Runs `module` without gradients; other attributes are the module's."""
 
-    _watch: _Watch  # of `profile_model_time`
+    _watch: Watch  # of `profile_model_time`
 
     def __init__(self, module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         super().__init__()
@@ -91,6 +66,7 @@ class InferenceEngine(nn.Module):
         self.module = prepared.module
         self._config = config
         self._fused = prepared.fused  # FusedPath; None: the module's own forward runs
+        self._expert_ranks = prepared.expert_ranks  # ModelParallelGroup; None: experts are whole
         self._stream = prepared.stream  # blocks that rest elsewhere; None: all weights are on the device
         self._graphed = (
             GraphedModule(self.module) if config.enable_cuda_graph else None
@@ -98,6 +74,18 @@ class InferenceEngine(nn.Module):
         self._hooks: list[RemovableHandle] = []  # of `profile_model_time`
         self._told: set[str] = set()  # arguments of `generate` that were logged
         self._is_compiled = False
+        self._attach()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or pickled engine, whose module leads to it again."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._attach()
+
+    def _attach(self) -> None:
+        """Let `generate` of a fused model of Transformers be this engine's, for code that has the module alone."""
+        if self._fused is not None and hasattr(self.module, "generation_config"):
+            ModuleGenerate.attach(self, self.module)
+            ModuleForward.attach(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module without gradients."""
@@ -114,7 +102,7 @@ class InferenceEngine(nn.Module):
         not fused.
         """
         self._renew_path()
-        make = getattr(self.module, "generate", None)
+        make = own_generate_of(self.module)
         if make is None and self._fused is None:
             raise AttributeError(
                 f"{type(self.module).__name__} has no generate() and is no fused decoder: call the engine itself, or "
@@ -126,6 +114,10 @@ class InferenceEngine(nn.Module):
         with torch.no_grad():
             if make is None:
                 assert self._fused is not None
+                if self._fused_over_experts and not self._asks_the_same({"args": args, **kwargs}):
+                    raise RuntimeError(
+                        "generate() got inputs that differ between expert ranks: pass the same on all."
+                    )
                 self._agree_on_random_numbers()
                 return generation.own_generate(self._fused, *args, **kwargs)
             return self._generate(make, args, kwargs)
@@ -136,16 +128,50 @@ class InferenceEngine(nn.Module):
             self._agree_on_random_numbers()
             return make(*args, **kwargs)
         given = {**dict(zip(inspect.signature(make).parameters, args)), **kwargs}
-        self._agree_on_random_numbers()
-        if self._is_split:
-            same = generation.SameOnAllRanks(self.mp_group)
-            given["logits_processor"] = [*(given.get("logits_processor") or ()), same]
-        if self._fused is None:
-            return make(**given)
-        if other := generation.unfused_argument(self.module, given):
+        is_continued = is_decoder_cache(given.get("past_key_values"))  # Transformers' loop, and fused forwards
+        other = "" if is_continued else self._reason_not_fused(given, make)
+        loop: Callable[..., Any] = generation.fused_generate
+        if other == "num_beams":
+            other, loop = self._reason_not_fused({**given, "num_beams": 1}, make), search
+        if other:
             self._tell(other)
+        if self._is_split or (self._fused_over_experts and not other):
+            self._agree_on_random_numbers()
+            same = generation.SameOnAllRanks(self._deciding_group)
+            given["logits_processor"] = [*(given.get("logits_processor") or ()), same]
+        if self._stream is not None and self._stream.is_shared:
+            given.setdefault("synced_gpus", True)  # a rank that is done runs on, for the others' weights
+        if self._fused is None or other or is_continued:
             return make(**given)
-        return generation.fused_generate(self._fused, self.module, given)
+        return loop(self._fused, self.module, given, make)
+
+    def static_cache(self, batch_size: int) -> Any:
+        """Return an empty `transformers.Cache` of `batch_size` rows, with which `module(...)` runs the fused decoder.
+
+        For loops that call the model themselves; it holds max_out_tokens tokens a row, in memory of its own.
+
+        Raises RuntimeError if the engine is not fused.
+        """
+        self._renew_path()
+        if self._fused is None or not isinstance(vars(self.module).get("forward"), ModuleForward):
+            raise RuntimeError(
+                "static_cache() needs a fused model of Transformers: init_inference(replace_with_kernel_inject=True)"
+            )
+        return decoder_cache(self._fused, batch_size)
+
+    def _reason_not_fused(self, given: Mapping[str, Any], make: Callable[..., Any]) -> str:
+        """Return what the fused path cannot do; "" if it can, or if there is none.  Collective over expert ranks."""
+        if self._fused is None:
+            return ""
+        # first, as only some ranks may have other reasons
+        if self._fused_over_experts and not self._asks_the_same(given):
+            return "inputs that differ between expert ranks"
+        return generation.unfused_argument(self.module, given, make)
+
+    def _asks_the_same(self, given: Mapping[str, Any]) -> bool:
+        """Compare arguments, and what the module's own config says about others.  Collective over expert ranks."""
+        own = getattr(self.module, "generation_config", None)
+        return generation.same_on_all({**given, "module.generation_config": own}, self._deciding_group)
 
     def _renew_path(self) -> None:
         """Recognize the decoder again if the module's weights were replaced, moved or cast since."""
@@ -162,8 +188,8 @@ class InferenceEngine(nn.Module):
             log.warning("generate(%s): the fused path cannot do this; the module's own forward runs", argument)
 
     def _agree_on_random_numbers(self) -> None:
-        if self._is_split:
-            generation.share_random_state(self.mp_group, next(self.module.parameters()).device)
+        if self._is_split or self._fused_over_experts:
+            generation.share_random_state(self._deciding_group, next(self.module.parameters()).device)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Measure forward passes from now on: the module's, and within `generate` those of a fused decoder.
@@ -176,7 +202,7 @@ class InferenceEngine(nn.Module):
                 self.module.register_forward_pre_hook(lambda *_: self._watch.start()),
                 self.module.register_forward_hook(lambda *_: self._watch.stop(), always_call=True),
             ]
-        self._watch = _Watch(use_cuda_events)
+        self._watch = Watch(use_cuda_events)
         if self._fused is not None:
             self._fused.timed = self._watch.timed
 
@@ -206,6 +232,17 @@ class InferenceEngine(nn.Module):
     @property
     def _is_split(self) -> bool:
         return zpartition.model_parallel_group_of(self.module).size > 1
+
+    @property
+    def _fused_over_experts(self) -> bool:
+        """Whether ranks decode together since each computes its own experts."""
+        return self._fused is not None and self._expert_ranks is not None
+
+    @property
+    def _deciding_group(self) -> ProcessGroup | None:
+        """Ranks that choose one token: of the layers, of the experts, or of both."""
+        layers, experts = zpartition.model_parallel_group_of(self.module), self._expert_ranks
+        return layers.group if experts is None or layers.size > experts.size else experts.group
 
     @property
     def mp_group(self) -> ProcessGroup | None:
@@ -248,7 +285,12 @@ class InferenceEngine(nn.Module):
         weights.load(r_module, files.checkpoint, files.base_dir)
 
     def destroy(self) -> None:
-        """Stop measuring, and free caches, graphs and unused device memory.  The engine remains usable."""
+        """Stop measuring, and free caches, graphs and unused device memory.  The engine remains usable.
+
+        The module's `generate` is its own again.
+        """
+        if ModuleGenerate.detach(self, self.module):
+            ModuleForward.detach(self.module)
         while self._hooks:
             self._hooks.pop().remove()
         if self._fused is not None:
@@ -266,13 +308,16 @@ class InferenceEngine(nn.Module):
             return getattr(self.module, name)
 
 
-def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
+def init_inference(model: nn.Module | str | os.PathLike[str], config: Any = None, **kwargs: Any) -> InferenceEngine:
     """Cast `model` (to fp16 unless `dtype` is given), move it to the device, and return its engine in eval mode.
 
     The weights change in place.  config and keywords are merged; a key in both must have the same value in both.
     tensor_parallel={"tp_size": n} splits the layers over n consecutive ranks, moe={"ep_size": n} shards the experts,
     in place; every rank passes the same model.  With checkpoint= each rank reads its own part, and the model may be
     on the meta device.
+
+    model: or the path of a Hugging Face folder or a GGUF file, with Transformers' model of its config; quantized
+        layers (GPTQ, AWQ, compressed-tensors) keep their codes.
 
     Raises:
         ValueError: ConfigError with all unknown, rejected and invalid keys; numbers of ranks, heads or experts that
@@ -281,9 +326,13 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     """
     if isinstance(model, InferenceEngine):
         raise ValueError("init_inference() got an InferenceEngine: pass engine.module and the new config.")
+    given = merge_config(config, kwargs)
+    if isinstance(model, (str, os.PathLike)):
+        model, given = open_model(os.fspath(model), given)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"init_inference() needs a torch.nn.Module, got {type(model).__name__}")
-    settings = DeepSpeedInferenceConfig.of(merge_config(config, kwargs))
+        raise TypeError(f"init_inference() needs a torch.nn.Module, or a path, got {type(model).__name__}")
+    check_is_plain(model)
+    settings = DeepSpeedInferenceConfig.of(given)
     for notice in settings.notices:
         log.warning("%s", notice)
     if settings.enable_cuda_graph and get_accelerator().create_graph() is None:
@@ -296,12 +345,18 @@ class _Prepared:
     module: nn.Module  # with its weights, or with this rank's part of them
     fused: FusedPath | None = None
     stream: WeightStream | None = None  # of blocks that rest elsewhere
+    expert_ranks: ModelParallelGroup | None = None  # that hold other experts; None: experts are whole
 
 
 def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
     """Choose the device and the dtype, and the way to the weights."""
     host = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
     device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
+    if config.offload is not None:
+        sharing = splitting.num_ranks() if config.parallelism.is_single_rank else 1
+        if reason := config.offload.idle_reason(device, sharing):
+            log.warning("init_inference.zero has no effect here: %s", reason)
+            return _prepare(module, config.without_offload())
     dtype = _compute_dtype(module, config, device)
     _check_memory(module, config, dtype, device)
     if config.quantization is not None:
@@ -315,10 +370,21 @@ def _prepare(module: nn.Module, config: DeepSpeedInferenceConfig) -> _Prepared:
             _log_layers(rows, module)
             module = module.to(device).eval()
             return _with_path(module, _recognize(module, config), config)
+    if _keeps_codes(config):
+        rows = load_quantized(module, config.files, None, dtype, host)
+        if rows:  # each rank keeps its part of the codes
+            _log_layers(rows, module)
+            return _prepare_split(module, config, host, device, dtype, is_filled=True)
     _check_weights(module, config)
     if config.offload is not None:
-        return _prepare_streamed(module, config, config.offload, device, dtype)
-    return _prepare_split(module, config, host, device, dtype)
+        return _prepare_streamed(module, config, config.offload, host, device, dtype)
+    return _prepare_split(module, config, host, device, dtype, is_filled=config.files.checkpoint is None)
+
+
+def _keeps_codes(config: DeepSpeedInferenceConfig) -> bool:
+    """Return whether tensor ranks split the codes of files that are quantized by others, if they are."""
+    files, is_alone = config.files, config.parallelism.experts.size <= 1 and config.offload is None
+    return is_alone and files.checkpoint is not None and files.packed is None and config.quantization is None
 
 
 def _check_weights(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
@@ -331,15 +397,61 @@ def _check_weights(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
                 "or a Hugging Face folder."
             )
     elif files.packed is None:
-        weights.check_fits(module, files.checkpoint, files.base_dir)
+        if weights.check_fits(module, files.checkpoint, files.base_dir) and config.quantization is None:
+            log.warning(
+                "init_inference: %s has quantized layers, which are decoded for expert ranks and streams: pass "
+                "dtype='int8' or quant={'weight': {'num_bits': 4}} to quantize them again",
+                files.checkpoint,
+            )
     else:
         check_packed(files.packed, config.parallelism, is_streamed=config.offload is not None)
 
 
 def _prepare_split(
-    module: nn.Module, config: DeepSpeedInferenceConfig, host: torch.device, device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    config: DeepSpeedInferenceConfig,
+    host: torch.device,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_filled: bool,
 ) -> _Prepared:
-    """Place, cast, split, load, recognize and quantize."""
+    """Place, cast, split, load unless `is_filled`, recognize and quantize."""
+    packed = config.files.packed
+    is_quantized = config.quantization is not None or packed is not None
+    is_moved_late = is_quantized and config.parallelism.is_single_rank and not config.replace_with_kernel_inject
+    module, path = _split(module, config, host, device, dtype, is_moved=not is_moved_late)
+    path = None if is_filled else path
+    if packed is not None:
+        rows = load_part(module, packed, device)
+        _warn_of_packed(rows, config)
+        _log_layers(rows, module)
+    elif path is not None:
+        weights.materialize(module, host if is_moved_late else device)
+        weights.load(module, path, config.files.base_dir)
+    module = (module if is_moved_late else module.to(device)).eval()
+    decoder = _recognize(module, config)
+    shards = zpartition.expert_shards_of(module)  # of parameters, which quantized layers have not
+    if config.quantization is not None and packed is None:
+        _quantize(module, config)
+        save_quantized(module, config.files)
+    made = _with_path(module.to(device), decoder, config)
+    return attrs.evolve(made, expert_ranks=next(iter(shards.values()), None))
+
+
+def _split(
+    module: nn.Module,
+    config: DeepSpeedInferenceConfig,
+    host: torch.device,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_moved: bool,
+) -> tuple[nn.Module, Given | None]:
+    """Cast and split; return the module, perhaps on the meta device, and the files that are still to be read.
+
+    is_moved: to `device`, if it has memory; a group of GPUs cannot send host tensors.
+    """
     path, packed = config.files.checkpoint, config.files.packed
     if weights.is_on_meta(module) and _needs_run(module, config):
         assert path is not None
@@ -351,28 +463,14 @@ def _prepare_split(
             _fill_alike(module)
     split = splitting.plan_split(module, config.parallelism)
     split.agree(module)
-    is_quantized = config.quantization is not None or packed is not None
-    is_moved_late = is_quantized and not split.is_split and not config.replace_with_kernel_inject
-    if not weights.is_on_meta(module) and not is_moved_late:
-        module = module.to(device)  # a group of GPUs cannot send host tensors
+    if not weights.is_on_meta(module) and (is_moved or split.is_split):
+        module = module.to(device)
     split = split.verified(module)
-    if is_quantized or has_quantized_layers(module):
+    if config.quantization is not None or packed is not None or has_quantized_layers(module):
         split = split.by_outputs()
     module = module.to(dtype=dtype)
     split.apply(module)
-    if packed is not None:
-        rows = load_part(module, packed, device)
-        _warn_of_packed(rows, config)
-        _log_layers(rows, module)
-    elif path is not None:
-        weights.materialize(module, host if is_moved_late else device)
-        weights.load(module, path, config.files.base_dir)
-    module = (module if is_moved_late else module.to(device)).eval()
-    decoder = _recognize(module, config)
-    if config.quantization is not None and packed is None:
-        _quantize(module, config)
-        save_quantized(module, config.files)
-    return _with_path(module.to(device), decoder, config)
+    return module, path
 
 
 def _fill_alike(module: nn.Module) -> None:
@@ -391,15 +489,19 @@ def _prepare_streamed(
     module: nn.Module,
     config: DeepSpeedInferenceConfig,
     offload: WeightOffload,
+    host: torch.device,
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Prepared:
-    """Fill, cast and quantize the blocks one by one, and let them rest outside of the device."""
-    if not offload.directory and device == torch.device("cpu"):
-        log.warning("init_inference.zero: on a CPU the host has the weights already; none are streamed")
-        return _prepare(module, config.without_offload())
+    """Fill, cast and quantize the blocks one by one, and let them rest at their place."""
     if config.replace_with_kernel_inject:
         log.warning("replace_with_kernel_inject: weights that are streamed are not fused; the module's forward runs")
+    path: Given | None = config.files.checkpoint
+    sharing = None
+    if not config.parallelism.is_single_rank:
+        module, path = _split(module, config, host, device, dtype, is_moved=False)
+    elif splitting.num_ranks() > 1:
+        sharing = offloading.share(module, device, is_filled=path is None)
     quantization = config.quantization
 
     def finish(part: nn.Module, name: str) -> None:
@@ -413,9 +515,9 @@ def _prepare_streamed(
         if any(format is not None for format in formats.values()):
             quantize_linears(part, formats.get)
 
-    with weights.opened(module, config.files.checkpoint, config.files.base_dir) as tensors:
+    with weights.opened(module, path, config.files.base_dir) as tensors, offloading.voted(sharing):
         loader = functools.partial(weights.load_part, tensors=tensors)
-        stream = offloading.fill_and_park(module, offload, device, loader, finish)
+        stream = offloading.fill_and_park(module, offload, device, loader, finish, sharing)
     return _Prepared(module.eval(), stream=stream)
 
 
@@ -446,9 +548,6 @@ def _recognize(module: nn.Module, config: DeepSpeedInferenceConfig) -> Decoder |
     """Return the fused decoder that the config asks for; None, with the reason logged, if there is none."""
     if not config.replace_with_kernel_inject:
         return None
-    if zpartition.expert_shards_of(module):
-        log.warning("replace_with_kernel_inject: experts over several ranks are not fused; the module's forward runs")
-        return None
     return recognized(module)
 
 
@@ -473,10 +572,13 @@ def _warn_of_packed(rows: Sequence[LayerError], config: DeepSpeedInferenceConfig
 
 
 def _log_layers(rows: Sequence[LayerError], module: nn.Module) -> None:
+    if not rows:
+        log.warning("init_inference: the codes of the files have no exact format here, and are decoded")
+        return
     worst, left = max(rows, key=lambda row: row.error), unquantized(module)
     log.info(
         "init_inference: %d linear layers quantized to %s, %s bytes; largest relative error %.3g (%s); not quantized:"
-        " %s; products round activations to 8 bits",
+        " %s; products round activations to 8 bits, or 16 for -a16",
         *(len(rows), ", ".join(sorted({row.format for row in rows})), f"{sum(row.nbytes for row in rows):,}"),
         *(worst.error, worst.name, ", ".join(left) or "nothing"),
     )

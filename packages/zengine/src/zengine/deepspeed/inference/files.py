@@ -24,15 +24,17 @@ from zengine.config.grammar.table import Row, Section
 from zengine.deepspeed.inference.parallel import Parallelism, honoured
 from zengine.deepspeed.inference.quantization import WeightQuantization
 from zengine.deepspeed.section_model import SectionModel
-from zengine.inference.loading.load import fill
+from zengine.inference.loading.load import empty_model, fill
 from zengine.inference.loading.packed import PackedFolder, find_packed, load_packed, save_packed
-from zengine.inference.loading.sources import open_source
+from zengine.inference.loading.sources import Source, open_source
+from zengine.inference.loading.stored import QuantizedSlice
 from zengine.inference.quantized import LayerError
 from zengine.inference.quantized_modules import nothing_to_quantize
 
 __all__ = [
     *("CHECKPOINT_CONFIG", "FILE_KEYS", "InferenceCheckpointConfig", "WeightFiles"),
-    *("check_packed", "file_problems", "load_part", "load_quantized", "read_files", "save_quantized"),
+    *("check_is_plain", "check_packed", "file_problems", "has_codes", "load_part", "load_quantized", "open_model"),
+    *("read_files", "save_quantized"),
 ]
 
 
@@ -136,6 +138,36 @@ def check_packed(packed: PackedFolder, parallelism: Parallelism, *, is_streamed:
         )
 
 
+def open_model(path: str, given: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model of a path, on the meta device, and the config with the path as its checkpoint.
+
+    Raises FileNotFoundError, ValueError for a config with another checkpoint, and as `empty_model`.
+    """
+    base_dir = str(given.get("base_dir") or "")
+    if not Path(base_dir, path).exists():
+        raise FileNotFoundError(
+            f"init_inference(): {path!r} is no file or folder here: pass the path of a Hugging Face folder or a GGUF "
+            "file, or a module; a model of a hub, download it first (huggingface_hub.snapshot_download)."
+        )
+    if given.get("checkpoint") not in (None, path):
+        raise ValueError(
+            f"init_inference() got the model {path!r} and checkpoint={given['checkpoint']!r}: give the weights once."
+        )
+    return empty_model(path, base_dir), {**given, "checkpoint": path}
+
+
+def check_is_plain(model: nn.Module) -> None:
+    """Raise ValueError for a model whose layers Transformers has quantized: they are none that we know."""
+    if getattr(model, "hf_quantizer", None) is None:
+        return
+    method = getattr(model, "quantization_method", None)
+    raise ValueError(
+        f"{type(model).__name__} has layers that Transformers quantized ({getattr(method, 'value', method)}): pass "
+        "the folder instead, init_inference('folder'), which reads GPTQ, AWQ and compressed-tensors without their "
+        "packages; of other methods pass the plain weights, with dtype='int8' or quant={'weight': {'num_bits': 4}}."
+    )
+
+
 def load_part(module: nn.Module, packed: PackedFolder, device: torch.device) -> tuple[LayerError, ...]:
     """Fill a module that is split over tensor ranks with this rank's part; return a row for each quantized layer."""
     ranks = zpartition.model_parallel_group_of(module)
@@ -153,21 +185,33 @@ def load_quantized(
 
     dtype: of the other parameters.
 
-    Returns None, with nothing done, if no file is given, or neither quantization nor a packed model.  Writes the
+    Without quantization the codes of a quantized folder (GPTQ, AWQ, ...) stay as they are.
+
+    Returns None, with nothing done, if no file is given, or neither quantization nor files with codes.  Writes the
     packed model if `files` asks for it.  Raises ValueError and CheckpointError as `load_model` does.
     """
     if files.checkpoint is None:
         return None
     if (packed := files.packed) is not None:
         return load_packed(module.to(dtype=dtype), packed, device).layers
-    if quantization is None:
-        return None
     with open_source(files.checkpoint, files.base_dir) as source:
-        rows = fill(module.to(dtype=dtype), source, quantization.format_of, device, outliers=False).layers
-        if not rows:
+        if quantization is None and not has_codes(source):
+            return None
+        choose = _as_stored if quantization is None else quantization.format_of
+        rows = fill(module.to(dtype=dtype), source, choose, device, outliers=False).layers
+        if not rows and quantization is not None:
             raise ValueError(nothing_to_quantize(module))
         save_quantized(module, files, source.folder)
     return rows
+
+
+def has_codes(source: Source) -> bool:
+    """Return whether files hold quantized layers."""
+    return any(isinstance(each, QuantizedSlice) for each in source.tensors.values())
+
+
+def _as_stored(_name: str) -> None:
+    """Choose no format: codes stay, and plain layers, too."""
 
 
 def save_quantized(module: nn.Module, files: WeightFiles, folder: Path | None = None) -> None:

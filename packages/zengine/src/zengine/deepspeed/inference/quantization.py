@@ -2,7 +2,8 @@
 
     {"quant": {"weight": {"num_bits": 4, "q_type": "symmetric"}}}
 
-Weights have 8 or 4 bits; 32 elements of a row share a scale.  Activations are rounded to 8 bits within products.
+Weights have 8 or 4 bits; 32 elements of a row share a scale.  Activations are rounded to 8 bits within products; with
+{"activation": {"num_bits": 16}} products of 8-bit weights multiply two parts of 8 bits.
 `quantized_initialization` and `post_init_quant`, the dicts of ZeRO-Inference, map parts of layer names to their own
 bits and group sizes.
 """
@@ -10,7 +11,7 @@ bits and group sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import attrs
 import torch
@@ -24,6 +25,7 @@ from zprecision.quant import Format, Int4, Int8, format_name
 __all__ = ["QUANT", "QuantizationConfig", "WeightQuantization", "read_quantization"]
 
 _GROUPS = (32, 64, 128)
+Wide = TypeVar("Wide", Format, Format | None)
 
 
 def _read_bits(value: object) -> int:
@@ -32,7 +34,14 @@ def _read_bits(value: object) -> int:
     raise Mismatch("must be 8 or 4")
 
 
+def _read_activation_bits(value: object) -> int:
+    if isinstance(value, (int, float)) and value in (8, 16):
+        return int(value)
+    raise Mismatch("must be 8 or 16")
+
+
 _BITS = ValueKind("8 or 4", _read_bits)
+_ACTIVATION_BITS = ValueKind("8 or 16", _read_activation_bits)
 _TYPE = choice("symmetric", "asymmetric")
 
 
@@ -65,10 +74,10 @@ _WEIGHT: dict[str, Row] = {
     "quantized_initialization": honoured(kind=_PATTERNS, default={}),
     "post_init_quant": honoured(kind=_PATTERNS, default={}),
 }
-_EIGHT = "other than symmetric rounding of activations to 8 bits"
+_EIGHT = "other than symmetric rounding of activations"
 _ACTIVATION: dict[str, Row] = {
     "enabled": fixed(TRUTH, True, why=_EIGHT, hint="Remove it."),
-    "num_bits": fixed(whole(1), 8, why=_EIGHT, hint="Remove it."),
+    "num_bits": honoured(kind=_ACTIVATION_BITS, default=8),
     "q_type": fixed(_TYPE, "symmetric", why=_EIGHT, hint="Remove it."),
     "q_groups": ignored(whole(1), 1, why="32 elements share a scale, which is finer"),
 }
@@ -118,7 +127,28 @@ def read_quantization(dtype: torch.dtype, section: Mapping[str, Any]) -> WeightQ
     """Return the quantization of a config; None if there is none.
 
     dtype: int8 quantizes all linear layers to 8 bits.  section: the members of `quant` that were given.
+    Raises ValueError for weights of 4 bits with activations of 16.
     """
+    found = _read_weights(dtype, section)
+    bits = dict(section.get("activation") or {}).get("num_bits", 8)
+    if found is None or bits == 8:
+        return found
+    return WeightQuantization(_wide(found.format), tuple((part, _wide(format)) for part, format in found.patterns))
+
+
+def _wide(format: Wide) -> Wide:
+    """Return a format with activations of 16 bits."""
+    if format is None:
+        return format
+    if not isinstance(format, Int8):
+        raise ValueError(
+            f"init_inference.quant.activation.num_bits is 16, and weights are {format_name(format)}: their rounding "
+            "outweighs that of activations. Use weights of 8 bits, or remove it."
+        )
+    return attrs.evolve(format, activation_bits=16)
+
+
+def _read_weights(dtype: torch.dtype, section: Mapping[str, Any]) -> WeightQuantization | None:
     weight = dict(section.get("weight") or {})
     is_on = bool(section) and section.get("enabled", True) and weight.get("enabled", True)
     patterns = tuple(

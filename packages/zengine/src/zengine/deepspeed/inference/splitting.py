@@ -27,7 +27,7 @@ from zengine.deepspeed.inference.parallel import NO_GROUP, ParallelGroup, Parall
 from zpartition import tensor
 from zpartition.tensor import TensorPlan
 
-__all__ = ["Split", "plan_split", "written_plan"]
+__all__ = ["Split", "num_ranks", "plan_split", "written_plan"]
 
 log = logging.getLogger("zengine")
 
@@ -103,6 +103,11 @@ def plan_split(module: nn.Module, parallelism: Parallelism) -> Split:
     return attrs.evolve(_plan_layers(module, parallelism), experts=stacks)
 
 
+def num_ranks() -> int:
+    """Return the ranks of this run, also before they are connected."""
+    return get_world_size() if is_initialized() else zcomm.detect().world_size
+
+
 def _check_size(group_spec: ParallelGroup, what: str) -> None:
     """Raise ValueError if the size does not match the given group, or does not divide the world size."""
     given = _given_group(group_spec)
@@ -111,7 +116,7 @@ def _check_size(group_spec: ParallelGroup, what: str) -> None:
             f"{group_spec.key} = {group_spec.size}, but the given {what} group has {zcomm.group_size(given)} ranks: "
             "remove one of them, or make them agree."
         )
-    total = get_world_size() if is_initialized() else zcomm.detect().world_size
+    total = num_ranks()
     if given is None and group_spec.size > 1 and total % group_spec.size:
         fitting = ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)
         raise ValueError(

@@ -38,7 +38,7 @@ def parse_runner_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_ssh", action="store_true", help="start the ranks of this host only; run it on each host")
     add("--no_ssh_check", action="store_true", help="do not try ssh before the launch")
     add("--force_multi", action="store_true", help="use the launcher for one host, too")
-    add("--autotuning", default="", choices=["tune", "run"], help="not available: see DEEPSPEED.md")
+    add("--autotuning", default="", choices=["tune", "run"], help="find the best config; run: train with it")
     add("--ssh_port", type=int, default=None, help="port of ssh")
     add("--venv_script", default=None, help="script to source on each host first")
     _add_common(parser)

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zengine.deepspeed.absent import raise_not_available
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.launcher.constants import (
     IMPI_LAUNCHER,
@@ -102,12 +101,10 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         ValueError: options that exclude each other, or a host, device or launcher that there is not.
         RuntimeError: a host that ssh does not reach, or a launcher that is not installed.
-        NotAvailable: --autotuning.
+        ConfigError: --autotuning with a wrong section of the config.
     """
     given = parse_args(args)
     set_log_level("error" if given.quiet else given.log_level)
-    if given.autotuning:
-        raise_not_available("autotuning.Autotuner")
     pool = _read_pool(given)
     active = parse_inclusion_exclusion(pool or _this_host(given), given.include, given.exclude)
     if pool:
@@ -121,7 +118,11 @@ def main(args: Sequence[str] | None = None) -> None:
             f"--no_ssh needs --node_rank between 0 and {len(active) - 1}, the index of this host; got "
             f"{given.node_rank}"
         )
-    if given.no_ssh or not (given.force_multi or len(active) > 1):
+    if given.autotuning:
+        from zengine.deepspeed.autotuning.autotuner import run_autotuning  # late: it uses this command
+
+        status = run_autotuning(given, active)
+    elif given.no_ssh or not (given.force_multi or len(active) > 1):
         status = _run(_launch_command(given, active), dict(os.environ))
     else:
         status = _run_on_hosts(given, active, pool or {host: len(slots) for host, slots in active.items()})

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+import attrs
 import torch
 
 from zengine.config import ConfigError as DeepSpeedConfigError
 from zengine.config import Facts, Plan, load, resolve
 from zengine.config.grammar.source import read
-from zengine.config.keys.features import HYBRID_ENGINE
+from zengine.config.keys.features import HYBRID_ENGINE, SparseAttention
+from zengine.config.plan.technique_rules import KEYS_OF_MODE
 from zengine.deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from zengine.deepspeed.comm.config import DeepSpeedCommsConfig
 from zengine.deepspeed.comm.world import get_rank, get_world_size
@@ -214,6 +216,22 @@ def get_expert_parallel_config(param_dict: Document) -> AutoEPConfig:
     return parse_autoep_config(param_dict.get("expert_parallel") or {})
 
 
+def get_sparse_attention(param_dict: Document) -> dict[str, Any] | None:
+    """Return mode, block and the keys of the mode, with their defaults; None without the section.
+
+    Raises NotImplementedError for another mode.
+    """
+    section = param_dict.get("sparse_attention")
+    if section is None:
+        return None
+    mode = section.get("mode", "fixed")
+    if mode not in KEYS_OF_MODE:
+        raise NotImplementedError(f"sparse_attention.mode = {mode!r}: use one of {', '.join(KEYS_OF_MODE)}")
+    values = {**attrs.asdict(SparseAttention()), **section, "mode": mode}
+    chosen = {name: values[name] for name in ("mode", "block", *KEYS_OF_MODE[mode])}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
+
+
 def get_pipeline_config(param_dict: Document) -> dict[str, Any]:
     """Return the section `pipeline`, with DeepSpeed's defaults."""
     return {**_PIPELINE, **(param_dict.get("pipeline") or {})}
@@ -307,6 +325,7 @@ class DeepSpeedConfig:
         self.use_data_before_expert_parallel_ = get_expert_data_topo_config(document)
         self.data_efficiency_enabled = get_data_efficiency_enabled(document)
         self.checkpoint_parallel_write_pipeline = get_checkpoint_parallel_write_pipeline(checkpoint)
+        self.sparse_attention = get_sparse_attention(document)
         self.weight_quantization_config = None  # of inference engines; a config with that section is rejected
 
     def _read_sections(self, document: dict[str, Any]) -> None:

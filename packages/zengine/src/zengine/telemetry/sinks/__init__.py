@@ -1,9 +1,17 @@
 """Sinks: where telemetry writes its snapshots.  `zengine.telemetry.sinks.table` lists those of the config."""
 
 from zengine.imports import lazy_attributes
-from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, log_os_errors
+from zengine.telemetry.sinks.base import (
+    Events,
+    MissingPackageError,
+    ServiceSink,
+    Sink,
+    Sinks,
+    is_installed,
+    log_os_errors,
+)
 
-__all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "log_os_errors"]
+__all__ = ["Events", "MissingPackageError", "ServiceSink", "Sink", "Sinks", "is_installed", "log_os_errors"]
 
 RENAMED = {
     "Bench": "zengine.telemetry.sinks.bench.Bench",

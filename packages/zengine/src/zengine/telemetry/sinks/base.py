@@ -11,9 +11,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias, final
+
+from zengine.telemetry.snapshot import SAMPLES
 
 if TYPE_CHECKING:
     from zengine.telemetry.snapshot import Snapshot
@@ -38,6 +40,34 @@ class Sink:
 
     def close(self) -> None:
         """Close; no more calls follow."""
+
+
+class ServiceSink(Sink):
+    """Sends metrics to a service whose curves have one axis: DeepSpeed's tags over samples, the others over steps.
+
+    interval: least number of samples between two points, so that a service does not slow a run of small steps.
+    """
+
+    def __init__(self, interval: int = 1) -> None:
+        self._interval = interval
+        self._due = 0  # samples at which the next point is sent
+
+    def send(self, metrics: Mapping[str, float], x: int) -> None:
+        """Send metrics of one place on the x axis."""
+
+    def write(self, snapshot: Snapshot) -> None:
+        samples = snapshot.report.samples
+        if samples < self._due:
+            return
+        self._due = samples + self._interval
+        scalars = snapshot.scalars()
+        theirs = {tag: value for tag, value in scalars.items() if tag.startswith(SAMPLES)}
+        self.send(theirs, samples)
+        self.send({tag: value for tag, value in scalars.items() if tag not in theirs}, snapshot.report.step)
+
+    def write_events(self, events: Events) -> None:
+        for tag, value, x in events:
+            self.send({tag: float(value)}, x)
 
 
 class MissingPackageError(ImportError):

@@ -7,7 +7,9 @@ whose thread reports a full disk one step late and prints a traceback of its own
 A run resumed in the same folder continues its curves: TensorBoard drops the points of a tag at or after a newer one.
 For programs that use its EventAccumulator, the first event of samples carries a session start: the accumulator then
 drops the lost steps of DeepSpeed's tags, and shows those of ours twice.  A layout for the "Custom Scalars" page
-groups related tags; on the other pages the tag up to the first "/" does.
+groups related tags; on the other pages the tag up to the first "/" does.  Those pages sort groups by character, so
+ours begin with a digit (`GROUPS`): the page opens on loss, speed and time, each once, and DeepSpeed's tags, whose
+names cannot change, are the group "Train" below them.
 
 Packages of TensorBoard's plugins are imported when a value is made, so only runs that write events pay for them.
 """
@@ -19,7 +21,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -33,48 +35,86 @@ from zengine.telemetry.subject import RunRecord
 
 _FILE_NUMBER = itertools.count()  # two engines of one process may start in the same second
 
+# Beginning of a tag -> that of its name here, in the order of the page; the first that fits counts.
+GROUPS = {
+    f"{TRAIN}loss": "1 loss/loss",
+    PERF: "2 speed/",
+    TIME: "3 time/ms_",  # over steps; DeepSpeed's tags have the same over samples
+    TRAIN: "4 training/",
+    MEMORY: "5 memory/",
+    COMMUNICATION: "6 communication/",
+    GRADIENTS: "7 gradients/",
+}
+
+
+def shown(tag: str) -> str:
+    """Return the name that TensorBoard shows of a tag: "train/loss" -> "1 loss/loss"."""
+    for begin, group in GROUPS.items():
+        if tag.startswith(begin):
+            return group + tag.removeprefix(begin)
+    return tag
+
+
+def tag_of(name: str) -> str:
+    """Return the tag that TensorBoard shows under a name; "" for a curve that DeepSpeed's tags have, too."""
+    for begin, group in GROUPS.items():
+        if name.startswith(group):
+            return "" if begin == TIME else begin + name.removeprefix(group)
+    return name
+
+
 # Tags whose last value the hparams page shows of a run.
-METRICS = ("train/loss", "perf/tokens_per_second", "perf/samples_per_second", "perf/tflops", "perf/mfu")
+METRICS = tuple(
+    shown(f"{family}{name}")
+    for family, name in (
+        (TRAIN, "loss"),
+        (PERF, "tokens_per_second"),
+        (PERF, "samples_per_second"),
+        (PERF, "tflops"),
+        (PERF, "mfu"),
+    )
+)
 
 # page section -> chart title -> regular expressions of the tags drawn in it; one chart has one horizontal axis, and
 # DeepSpeed's tags count samples where the others count steps
 LAYOUT = {
     "Training": {
-        "loss": [f"{TRAIN}loss$"],
-        "gradient norm": [f"{TRAIN}grad_norm$"],
-        "learning rate": [f"{TRAIN}learning_rate$"],
-        "epoch": [f"{TRAIN}epoch$"],
+        "loss": ["1 loss/loss$"],
+        "gradient norm": ["4 training/grad_norm$"],
+        "learning rate": ["4 training/learning_rate$"],
+        "epoch": ["4 training/epoch$"],
         "loss scale, over samples": [f"{SAMPLES}loss_scale$"],
         "skipped steps, over samples": [f"{SAMPLES}skipped_steps$"],
     },
     "Speed": {
-        "tokens a second": [f"{PERF}tokens_per_second$"],
-        "samples a second": [f"{PERF}samples_per_second$"],
-        "ms a step": [f"{PERF}step_time_ms$"],
-        "TFLOPS of a device": [f"{PERF}tflops(_counted)?$"],
-        "MFU": [f"{PERF}mfu$"],
+        "tokens a second": ["2 speed/tokens_per_second$"],
+        "samples a second": ["2 speed/samples_per_second$"],
+        "ms a step": ["2 speed/step_time_ms$"],
+        "TFLOPS of a device": ["2 speed/tflops(_counted)?$"],
+        "MFU": ["2 speed/mfu$"],
     },
     "Phases": {
-        "ms a step": [f"{TIME}{timer}$" for timer in TIMERS],
+        "ms a step": [f"3 time/ms_{timer}$" for timer in TIMERS],
         "ms of the last micro-step": [f"{TIME}{timer}{MICRO}$" for timer in TIMERS],
     },
     "Memory": {
-        "bytes by owner": [f"{MEMORY}(?!process|cuda|after_).*"],
-        "bytes of process and allocator": [f"{MEMORY}(process|cuda).*"],
-        "bytes after each phase": [f"{MEMORY}after_.*"],
+        "bytes by owner": ["5 memory/(?!process|cuda|after_).*"],
+        "bytes of process and allocator": ["5 memory/(process|cuda).*"],
+        "bytes after each phase": ["5 memory/after_.*"],
     },
     "Communication": {
-        "bytes a step": [f"{COMMUNICATION}.*_bytes$"],
-        "ms a step": [f"{COMMUNICATION}.*_ms$"],
+        "bytes a step": ["6 communication/.*_bytes$"],
+        "ms a step": ["6 communication/.*_ms$"],
     },
     "Gradients": {
-        "norm of each layer": [f"{GRADIENTS}.*"],
+        "norm of each layer": ["7 gradients/.*"],
     },
     "DeepSpeed's tags, and the step": {
         "loss, over samples": [f"{SAMPLES}train_loss$"],
         "gradient norm, over samples": [f"{SAMPLES}grad_norm$"],
         "learning rate of each group, over samples": [f"{SAMPLES}lr(_group_[0-9]+)?$"],
-        "step": [f"{TRAIN}global_step$"],
+        "ms a step, over samples": [f"{TIME}{timer}$" for timer in TIMERS],
+        "step": ["4 training/global_step$"],
     },
 }
 
@@ -111,10 +151,13 @@ class TensorBoardSink(Sink):
             self._put(step=report.samples, session_log=self._session.pop())
         scalars = snapshot.scalars()
         theirs = {tag: value for tag, value in scalars.items() if tag.startswith(SAMPLES)}
-        self._put_scalars(report.samples, theirs)
-        self._put_scalars(report.step, {tag: value for tag, value in scalars.items() if tag not in theirs})
+        times = {tag: ms for tag, ms in theirs.items() if tag.startswith(TIME) and not tag.endswith(MICRO)}
+        ours = {tag: value for tag, value in scalars.items() if tag not in theirs}
+        self._put_scalars(report.samples, theirs, str)
+        self._put_scalars(report.step, {**ours, **times}, shown)
         if snapshot.layer_norms:
-            histogram = histogram_value(f"{GRADIENTS}norm_by_layer", list(snapshot.layer_norms.values()))
+            tag = shown(f"{GRADIENTS}norm_by_layer")
+            histogram = histogram_value(tag, list(snapshot.layer_norms.values()))
             self._put(step=report.step, summary=self._summary_of(value=[histogram]))
         self._records.flush()
 
@@ -128,11 +171,11 @@ class TensorBoardSink(Sink):
         self._put(summary=self._summary_of(value=[end_value(time.time())]))
         self._records.close()
 
-    def _put_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+    def _put_scalars(self, step: int, scalars: Mapping[str, float], name: Callable[[str], str]) -> None:
         """Write one event; the event with the same tags is reused, which is faster than creating one."""
         tags = tuple(scalars)
         if tags not in self._events:
-            values = [self._summary_of.Value(tag=tag) for tag in tags]
+            values = [self._summary_of.Value(tag=name(tag)) for tag in tags]
             self._events[tags] = self._event_of(summary=self._summary_of(value=values))
         event = self._events[tags]
         event.step, event.wall_time = step, time.time()

@@ -88,6 +88,7 @@ def check_engine() -> tuple[Any, ...]:
     engine, *_ = deepspeed.initialize(model=model, config=config)
     grid: Any = engine.grid
     found = grid.get_stage_id(), grid.get_data_parallel_world_size(), grid.pp_group, len(grid._made)
+    dist.barrier()  # a rank that is ahead would close connections that the other is still making
     engine.destroy()
     return *found, len(grid._made)
 

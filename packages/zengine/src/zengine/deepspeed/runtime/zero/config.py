@@ -8,6 +8,7 @@ from typing import Any, ClassVar, final
 
 from zengine.config.grammar.table import section_of
 from zengine.config.keys.zero import ZERO, ZERO_SHORTHAND, Zero
+from zengine.deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 from zengine.deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from zengine.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
@@ -63,6 +64,7 @@ class DeepSpeedZeroConfig(SectionModel):
         "offload_param": DeepSpeedZeroOffloadParamConfig,
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "leaf_module": DeepSpeedZeroLeafModuleConfig,
+        "zenflow": ZenFlowConfig,
     }
     title = ZERO_OPTIMIZATION
     stage: int
@@ -70,6 +72,7 @@ class DeepSpeedZeroConfig(SectionModel):
     offload_param: DeepSpeedZeroOffloadParamConfig | None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None
     leaf_module: DeepSpeedZeroLeafModuleConfig
+    zenflow: ZenFlowConfig | None
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         off = {name for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_params") if data.get(name) is False}

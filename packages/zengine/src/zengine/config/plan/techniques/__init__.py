@@ -1,0 +1,1 @@
+"""Rules and plans of techniques that change what is trained."""

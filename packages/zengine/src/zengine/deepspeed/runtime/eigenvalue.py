@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.eigenvalue`."""
+
+from zengine.features.eigenvalues import Eigenvalue
+
+__all__ = ["Eigenvalue"]
