@@ -70,7 +70,7 @@ def _deepspeed(stage: int) -> Contender:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 1.0,
             "bf16": {"enabled": bf16},
-            "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
             "zero_optimization": {"stage": stage},
         }
         engine, *_ = deepspeed.initialize(model=models.make(shape), config=config, dist_init_required=False)

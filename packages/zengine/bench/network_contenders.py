@@ -111,7 +111,6 @@ def _deepspeed(stage: int, **zero: object) -> Callable[[Setting], Made]:
         import deepspeed
 
         config = _config(setting, {"stage": stage, **zero})
-        config["optimizer"]["params"]["torch_adam"] = True
         engine, *_ = deepspeed.initialize(model=models.make(setting.shape), config=config, dist_init_required=False)
         return _engine_step(engine), engine.destroy
 

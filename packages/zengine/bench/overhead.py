@@ -31,8 +31,8 @@ DEEPSPEED_NOTE = "DeepSpeed 0.19.8, as documented: initialize 3-4 s and 127 MB; 
 
 
 def bare(model: nn.Module, batch: torch.Tensor, *, clip: float) -> Step:
-    """The plain loop."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    """The plain loop, with torch's fastest AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
         loss = model(batch).square().mean()
