@@ -16,7 +16,7 @@ from zengine.adapters import load_adapters, quantize_base
 
 pytest.importorskip("transformers")
 
-SCRIPT = repo.package_folder("zengine") / "examples" / "lora_zero3.py"
+SCRIPT = repo.ROOT / "examples" / "lora_zero3.py"
 
 
 def example() -> Any:

@@ -15,8 +15,9 @@ import repo
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from zcomm.testing import run_ranks
+from zengine.telemetry.sinks.tensorboard import tag_of
 
-SCRIPT = repo.package_folder("zengine") / "examples" / "train_text.py"
+SCRIPT = repo.ROOT / "tests" / "docs" / "train_text.py"
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--max_length", "32", "--text_bytes", "20000"]
 
 
@@ -49,7 +50,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_every_documented_tag_is_in_tensorboard_on_its_axis(run: tuple[Path, str]) -> None:
     events = EventAccumulator(str(run[0] / "tensorboard"), size_guidance={"histograms": 0})
     events.Reload()
-    points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    names = {tag_of(name): name for name in events.Tags()["scalars"]}
+    points = {tag: [(event.step, event.value) for event in events.Scalars(name)] for tag, name in names.items()}
     steps = list(range(1, 13))
     for tag in ("train/loss", "train/epoch", "train/global_step", "train/learning_rate"):
         assert [step for step, _ in points[tag]] == steps, tag
@@ -60,7 +62,7 @@ def test_every_documented_tag_is_in_tensorboard_on_its_axis(run: tuple[Path, str
         assert [step for step, _ in points[f"Train/Samples/{tag}"]] == [16 * step for step in steps], tag
     losses = [value for _, value in points["train/loss"]]
     assert losses[-1] < losses[0] < 1.2 * math.log(256)
-    assert [event.step for event in events.Histograms("gradients/norm_by_layer")] == [4, 8, 12]
+    assert [event.step for event in events.Histograms("7 gradients/norm_by_layer")] == [4, 8, 12]
 
 
 def test_the_speeds_agree_with_each_other_and_with_the_formula(run: tuple[Path, str]) -> None:

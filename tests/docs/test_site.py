@@ -1,0 +1,82 @@
+"""The site's own pages: their code runs, what they show exists, and pictures are those of the planner.
+
+Links and the whole site are checked by `tools/dev.py docs`, which needs MkDocs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
+import docs
+import pytest
+import repo
+
+from zcomm.testing import run_ranks
+
+PAGES = sorted(docs.PAGES.rglob("*.md"))
+SCRIPTS = docs.scripts()
+
+
+def place(path: Path) -> str:
+    return path.relative_to(docs.PAGES).as_posix()
+
+
+def run_page(script: str, folder: str) -> str:
+    """Run a page's blocks on this rank, in an empty folder."""
+    path = Path(folder) / "page.py"
+    path.write_text(script, encoding="utf-8")
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
+
+
+# that page starts ranks itself, which a rank may not: `dev.py docs --run` runs it
+@pytest.mark.parametrize("page", [page for page in SCRIPTS if "run_ranks" not in SCRIPTS[page]])
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    run_ranks(run_page, 1, SCRIPTS[page], str(tmp_path))
+
+
+def test_pages_have_code() -> None:
+    assert {"index.md", "start.md", "tutorials/one-layer.md"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=place)
+def test_files_and_sections_that_a_page_shows_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(r'--8<-- "([^"]+)"', text):
+        assert (repo.ROOT / name).is_file() or (docs.DOCS / name).is_file(), name
+    for source, heading in re.findall(r"<!-- section: (\S+) (#+ .+?) -->", text):
+        assert f"\n{heading}\n" in (repo.ROOT / source).read_text(encoding="utf-8"), heading
+
+
+def test_the_first_example_is_that_of_the_readme() -> None:
+    readme = (repo.ROOT / "README.md").read_text(encoding="utf-8")
+    loop = docs.blocks(readme)[0].partition("    report = engine.step()")[0]
+    assert SCRIPTS["index.md"].startswith(loop)
+
+
+def test_the_picture_of_zero_is_what_the_planner_says() -> None:
+    assert runpy.run_path(str(docs.DOCS / "pictures.py"))["main"]([]) == 0, "run python docs/pictures.py --write"
+
+
+def test_pages_that_fetch_from_a_network_are_found(tmp_path: Path) -> None:
+    (tmp_path / "good.html").write_text('<a href="https://x.test/">x</a><script src="assets/a.js"></script>')
+    assert docs.fetched(tmp_path) == []
+    style = '<link href="https://x.test/a.css" rel="stylesheet">'
+    (tmp_path / "bad.html").write_text(f'<script src="https://x.test/a.js"></script>{style}')
+    (tmp_path / "bad.css").write_text("@font-face { src: url(https://x.test/a.woff2) }")
+    assert docs.fetched(tmp_path) == [
+        "bad.css: https://x.test/a.woff2",
+        "bad.html: https://x.test/a.js",
+        "bad.html: https://x.test/a.css",
+    ]
+
+
+def test_blocks_that_show_a_file_and_other_languages_are_no_scripts() -> None:
+    text = '```python\na = 1\n```\n\n    ```python title="b.py"\n    --8<-- "b.py"\n    ```\n\n```text\nc\n```\n'
+    assert docs.blocks(text) == ["a = 1\n"]
