@@ -19,8 +19,8 @@ import time
 import devenv
 from devenv import ROOT, SetupError, info, venv_python
 
-# Two workers: tests start ranks of their own, and the time limit is for two cores.
-PYTEST = ("-m", "pytest", "-n", "2", "--dist", "worksteal")
+# Four workers on two cores: half of the time of a test is waiting, for ranks to start, to end or to be given up.
+PYTEST = ("-m", "pytest", "-n", "4", "--dist", "worksteal")
 PYTEST_ALONE = ("-m", "pytest")  # for an interpreter without pytest-xdist
 LEFTOVERS = (".cache", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "build", "dist")
 
@@ -98,7 +98,7 @@ def test(arguments: list[str], here: bool) -> int:
     """run the tests; pytest's arguments: test packages/zoptim, test -k bucket; --device simulated: on a CUDA model"""
     python, environ = prepare(here)
     arguments, environ = on_device(arguments, environ)
-    # One computing thread per process: two workers and their ranks already fill the cores.
+    # One computing thread per process: the workers and their ranks already fill the cores.
     environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()
     code = run(pytest_command(python, arguments, here), environ)
@@ -128,6 +128,23 @@ def build(arguments: list[str], here: bool) -> int:
     return 0
 
 
+def matrix(arguments: list[str], here: bool) -> int:
+    """run the tests under every supported Python that is found, and say which are not (matrix --help)"""
+    return become([sys.executable, "tools/matrix.py", *arguments], dict(os.environ))
+
+
+def bench(arguments: list[str], here: bool) -> int:
+    """run the benchmarks behind the committed figures; without names it lists them; --all (bench --help)"""
+    python, environ = prepare(here)
+    return become([python, "tools/bench.py", *arguments], environ)
+
+
+def docs(arguments: list[str], here: bool) -> int:
+    """build the documentation site and check its links; --run: run its code; --serve: show it (docs --help)"""
+    python, environ = prepare(here)
+    return become([python, "tools/docs.py", *arguments], environ)
+
+
 def clean(arguments: list[str], here: bool) -> int:
     """remove .venv and every cache and build output; runs/ with its checkpoints stays"""
     if arguments or here:
@@ -143,7 +160,7 @@ def clean(arguments: list[str], here: bool) -> int:
     return 0
 
 
-VERBS = {verb.__name__: verb for verb in (train, test, check, build, clean)}
+VERBS = {verb.__name__: verb for verb in (train, test, check, build, bench, matrix, docs, clean)}
 
 
 def usage() -> str:

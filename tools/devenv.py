@@ -37,7 +37,7 @@ DISCARDED = ROOT / ".venv.old"  # an environment being deleted
 LOG = ROOT / ".cache" / "setup.log"  # the full output of venv, pip and the kernel builds
 OLDEST_PYTHON = (3, 11)
 # Builds the packages without isolation, which is 25 s faster; versions come from the constraints.
-BUILD_TOOLS = ("hatchling", "editables", "cffi")
+BUILD_TOOLS = ("hatchling", "hatch-fancy-pypi-readme", "editables", "cffi")
 FOREIGN_SETTINGS = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIREMENT")
 
 

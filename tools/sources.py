@@ -45,6 +45,7 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     """Return every import statement of a file, and every `import_module("literal")`."""
     return [found._replace(module=absolute(found.module, path)) for found in _imports(tree(path), True, False)]
@@ -129,6 +130,7 @@ def dotted_names(path: Path) -> Iterator[tuple[str, int]]:
                 yield ".".join([current.id, *reversed(parts)]), node.lineno
 
 
+@cache
 def functions(path: Path) -> list[Function]:
     return list(_functions(tree(path), prefix="", in_class=False, is_public=not path.name.startswith("_")))
 

@@ -41,7 +41,7 @@ def test_a_misspelt_verb_suggests_the_nearest_one() -> None:
 
 
 def test_an_unknown_verb_lists_all_verbs() -> None:
-    with pytest.raises(SetupError, match="choose one of train, test, check, build, clean"):
+    with pytest.raises(SetupError, match="choose one of train, test, check, build, bench, matrix, docs, clean"):
         dev.parse(["frobnicate"])
 
 
@@ -52,9 +52,9 @@ def test_the_usage_lists_every_verb_with_its_line() -> None:
         assert f"  {name:7}{verb.__doc__}" in done.stdout
 
 
-def test_the_tests_run_with_two_workers_by_default() -> None:
+def test_the_tests_run_with_four_workers_by_default() -> None:
     command = dev.pytest_command("python", ["packages/zoptim", "-n", "0"])
-    assert command[:5] == ["python", "-m", "pytest", "-n", "2"]
+    assert command[:5] == ["python", "-m", "pytest", "-n", "4"]
     assert command[-3:] == ["packages/zoptim", "-n", "0"]
 
 

@@ -16,12 +16,14 @@ from torch import Tensor
 
 import zcomm
 import zengine
+from zengine.progress import progress
 
 from .pipelined import batch_losses
 from .text import Corpus, bigram, bits_per_byte, unigram
 
 LN2 = math.log(2)
 BATCH = 16  # windows of one forward
+EVALUATING = "evaluating on held-out windows"
 
 
 @torch.no_grad()
@@ -33,11 +35,11 @@ def validation_loss(engine: zengine.Engine, windows: Tensor) -> float:
     groups = engine.parts.groups  # ranks of one model replica evaluate the same windows
     rank, world_size = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
     batches, counts = rank_batches(windows, rank, world_size)
-    losses = (
-        batch_losses(engine, batches)
-        if isinstance(engine, zengine.PipelineEngine)
-        else _module_losses(engine, batches)
-    )
+    if isinstance(engine, zengine.PipelineEngine):
+        with progress(EVALUATING):
+            losses = batch_losses(engine, batches)
+    else:
+        losses = _module_losses(engine, batches)
     own = sum(loss * count for loss, count in zip(losses, counts, strict=True))
     total = torch.tensor(own, dtype=torch.float64, device=engine.device)
     zcomm.all_reduce(total, groups.data(), label="validation")
@@ -57,10 +59,14 @@ def rank_batches(windows: Tensor, rank: int, world_size: int) -> tuple[list[Tens
 
 def _module_losses(engine: zengine.Engine, batches: Sequence[Tensor]) -> list[float]:
     engine.eval()
-    losses = torch.stack([engine.module(batch.to(engine.device)).double() for batch in batches])
+    found = []
+    with progress(EVALUATING, len(batches)) as advance:
+        for batch in batches:
+            found.append(engine.module(batch.to(engine.device)).double())
+            advance()
     engine.train()
-    found: list[float] = losses.tolist()
-    return found
+    losses: list[float] = torch.stack(found).tolist()
+    return losses
 
 
 @attrs.frozen(kw_only=True)

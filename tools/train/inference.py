@@ -1,4 +1,4 @@
-"""The trained model as it will be used: its samples, speed and quality in fp32, int8 and int4.
+"""The trained model as it will be used: its samples, speed and quality in fp32, int8, int8-a16 and int4.
 
 Rank 0 reads the newest checkpoint, so the split of the model over ranks does not matter, and runs it by
 `zengine.inference`, a few seconds in all.  A mixture of experts, whose routing depends on the whole window, is not
@@ -21,6 +21,7 @@ from zengine.inference.quantized import QuantizationReport, projections, quantiz
 from zengine.inference.recognize import recognize
 from zengine.inference.sampling import Sampling
 from zengine.inference.structure import Decoder
+from zengine.progress import progress
 from zprecision.quant import Format, Int4, Int8, format_name
 
 from .model import GPT
@@ -70,12 +71,17 @@ class Inference:
 
 def judge_inference(folder: Folder, recipe: Recipe, held_out: Windows) -> Inference:
     """Run the newest checkpoint in every format, on some of the held-out windows."""
+    with progress("judging the model in fp32, int8 and int4"):
+        return _judged(folder, recipe, held_out)
+
+
+def _judged(folder: Folder, recipe: Recipe, held_out: Windows) -> Inference:
     model = read_model(folder, recipe)
     full = recognize(model, lambda _, ids: model.logits(ids))
     chosen = held_out.stacked(min(JUDGED_WINDOWS, recipe.final_windows)).long()
     decoders: dict[str, Decoder] = {FULL: full}
     reports: dict[str, QuantizationReport] = {}
-    formats: tuple[Format, ...] = (Int8(), Int4())
+    formats: tuple[Format, ...] = (Int8(), Int8(activation_bits=16), Int4())
     for name, format in {format_name(each): each for each in formats}.items():
         decoders[name], reports[name] = quantized(full, format)
     variants = tuple(

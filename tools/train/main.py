@@ -27,6 +27,7 @@ from torch import Tensor
 
 import zengine
 from zengine.data import forever
+from zengine.pages import with_notes
 
 from .evaluate import final_result, validation_loss
 from .inference import Inference, judge_inference
@@ -137,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         return train(options, folder, recipe)
     except (RecipeError, CorpusError, zengine.ConfigError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"train: {error}", file=sys.stderr)
+            print(f"train: {with_notes(error)}", file=sys.stderr)
         return USAGE_ERROR
 
 

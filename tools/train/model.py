@@ -95,7 +95,7 @@ class Scorer(Protocol):
     @property
     def numel(self) -> int: ...  # elements of all parameters
     @property
-    def device(self) -> torch.device: ...
+    def input_device(self) -> torch.device: ...
     def logits(self, tokens: Tensor) -> Tensor: ...
 
 
@@ -174,7 +174,7 @@ class GPT(nn.Module):
                 parameter.normal_(0.0, 0.02 / math.sqrt(2 * self.shape.depth if writes else 1), generator=generator)
 
     @property
-    def device(self) -> torch.device:
+    def input_device(self) -> torch.device:
         """Device of the weights."""
         return self.token_embedding.weight.device
 
@@ -229,7 +229,7 @@ def generate(model: Scorer, prompt: bytes, *, num_bytes: int, temperature: float
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     for _ in range(num_bytes):
-        tokens = torch.tensor([text[-model.shape.context :]], device=model.device)
+        tokens = torch.tensor([text[-model.shape.context :]], device=model.input_device)
         scores = model.logits(tokens)[0, -1].float().cpu()
         if temperature == 0:
             text.append(int(scores.argmax()))

@@ -122,14 +122,16 @@ class PipelineScorer:
     numel: int
 
     @property
-    def device(self) -> torch.device:
+    def input_device(self) -> torch.device:
         return self.engine.device
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return scores of the next byte: tokens (1, time) -> (1, time, 256) float32, on every rank."""
         found = self.engine.eval_batch(iter([(tokens, None)]), compute_loss=False, num_micro_batches=1)
         scores = (
-            torch.empty(*tokens.shape, 256, device=self.device) if found is None else found[0][0].float().contiguous()
+            torch.empty(*tokens.shape, 256, device=self.input_device)
+            if found is None
+            else found[0][0].float().contiguous()
         )
         zcomm.broadcast(
             scores, self.engine.parts.groups.pipeline(), source=self.engine.num_stages - 1, label="scores"

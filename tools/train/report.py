@@ -60,7 +60,7 @@ def charts(data: ReportData) -> Iterable[str]:
         "bits per byte",
         [
             Line("each batch", loss, faint=True),
-            Line("training", moving_average(loss, span)),
+            Line("training, moving mean", moving_average(loss, span)),
             Line("held-out", held_out),
         ],
         marks={"unigram": data.result.unigram, "bigram": data.result.bigram},
@@ -69,7 +69,7 @@ def charts(data: ReportData) -> Iterable[str]:
     yield line_chart(
         "Throughput",
         "tokens per second, all ranks",
-        [Line("each step", speed, faint=True), Line("smoothed", moving_average(speed, span))],
+        [Line("each step", speed, faint=True), Line("moving mean", moving_average(speed, span))],
     )
     yield stacked_chart("Where a step's time goes", "ms, rank 0", time_layers(data.record))
     yield line_chart("Learning rate", "", [Line("learning rate", series("lr"))])
@@ -77,7 +77,7 @@ def charts(data: ReportData) -> Iterable[str]:
     yield line_chart(
         "Gradient norm",
         "before clipping",
-        [Line("each step", norm, faint=True), Line("smoothed", moving_average(norm, span))],
+        [Line("each step", norm, faint=True), Line("moving mean", moving_average(norm, span))],
     )
     yield from memory_charts(data.record)
 

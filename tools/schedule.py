@@ -1,0 +1,75 @@
+"""Order of the tests, and a garbage collector that stays out of their way: a plugin that conftest.py loads.
+
+Several workers end together only if no long test begins last.  So `tests/long_tests.txt` lists the long ones, and the
+queue of each worker begins with its part of them; the others follow in their own order, and whoever has none left
+takes some of another's (pytest-xdist's `worksteal`).  Tests of one line of the list stay together, for what they
+share, or because they wait more than they compute: one after the other, beside computing ones of other workers.
+
+Collecting makes nearly a million objects that live as long as the run.  Python's collector would visit them in every
+full pass, half a second each; so it pauses meanwhile and then counts them as frozen.
+
+Rejected: a mark in the test, which a package's tests would need also where they are alone, without this file; times
+of the last run from pytest's cache, which a clean clone has not.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+LONG = Path(__file__).parents[1] / "tests" / "long_tests.txt"
+
+
+def long_tests(text: str) -> dict[str, float]:
+    """Read the list: a line "seconds id" for each, where an id may be the beginning of many."""
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: float(seconds) for seconds, name in lines}
+
+
+def arrange(names: Sequence[str], seconds: dict[str, float], num_workers: int) -> list[int]:
+    """Return the indices of `names` in the order of the queues of all workers.
+
+    Long tests go, the longest first, to the worker with the least; the others fill the queues to the lengths that
+    `worksteal` gives them.
+    """
+    groups: dict[str, list[int]] = {prefix: [] for prefix in sorted(seconds, key=seconds.__getitem__, reverse=True)}
+    others: list[int] = []
+    for index, name in enumerate(names):
+        prefix = next(filter(name.startswith, groups), None)
+        (others if prefix is None else groups[prefix]).append(index)
+    queues: list[list[int]] = [[] for _ in range(num_workers)]
+    load = [0.0] * num_workers
+    for prefix, members in groups.items():
+        if members:
+            least = load.index(min(load))
+            queues[least] += members
+            load[least] += seconds[prefix]
+    rest, left = iter(others), len(names)
+    for number, queue in enumerate(queues):
+        length = left // (num_workers - number)
+        queue += itertools.islice(rest, max(0, length - len(queue)))
+        left -= length
+    return [*itertools.chain(*queues), *rest]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    num_workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
+    if num_workers > 1:
+        order = arrange([item.nodeid for item in items], long_tests(LONG.read_text()), num_workers)
+        items[:] = [items[index] for index in order]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
