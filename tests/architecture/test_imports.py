@@ -23,28 +23,35 @@ MAY_IMPORT = {
     "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec", "shtab"},
     "zengine": {
         "torch", "numpy", "attrs", "hjson", "tensorboard", "wandb", "comet_ml", "pydantic", "rich", "shtab",
-        "transformers",
+        "transformers", "mlflow", "aim", "trackio",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
     },
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so `import zengine` does not need them.
 ONLY_LAZILY = {
+    "aim",
     "cffi",
     "comet_ml",
     "cupy",
     "fsspec",
     "hjson",
+    "mlflow",
     "pydantic",
     "rich",
     "shtab",
     "tensorboard",
+    "trackio",
     "transformers",
     "wandb",
 }
 
 # Imported if the user installed them; never a declared dependency.
-OPTIONAL = {"comet_ml", "cupy", "fsspec", "pydantic", "rich", "shtab", "transformers", "wandb"}
+OPTIONAL = {"comet_ml", "cupy", "fsspec", "pydantic", "rich", "shtab", "transformers", "wandb"} | {
+    "aim",
+    "mlflow",
+    "trackio",
+}
 
 # Inside zengine one file composes the five packages and chooses classes with behaviour.  Other files may use only the
 # names listed here: frozen policy values in the config, and functions and errors of a file's own subject.  A key is a
@@ -55,7 +62,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zprecision": {"Precision", "KeepInFp32", "Unscaled", "StaticScaling", "DynamicScaling"},
         "zpartition": {
             *("ZeroPolicy", "Averaging", "BucketSizing", "ReduceAt", "SparseGradients"),
-            *("Offload", "Speculation", "Tier"),
+            *("ColumnMoments", "Offload", "SelectivePolicy", "Speculation", "Tier"),
         },
         "zckpt": {"Best", "CheckpointInputError", "KEEP_ALL", "Retention"},
         "zcomm": {"Degrees"},
@@ -63,21 +70,25 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # checks names and options with zoptim, on a dummy parameter, so the config has no list of them
     "config/reading/choices.py": {
         "zoptim": {
-            *("make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"),
-            *("OPTIMIZER_OPTIONS", "SCHEDULE_OPTIONS", "certainly_accepts"),
+            *("make_optimizer", "make_schedule", "UnknownNameError"),
+            *("OPTIMIZER_OPTIONS", "SCHEDULE_OPTIONS", "certainly_accepts", "BaseShapesMissingError"),
         }
     },
     # suggests the nearest option
     "config/reading/structure.py": {"zoptim": {"OPTIMIZER_OPTIONS", "SCHEDULE_OPTIONS"}},
     "telemetry/": {"zcomm": {"traced", "Record"}},
     # plans a run without starting it: sizes, and optimizers and schedules on dummy parameters
+    "commands/plan.py": {"zcomm": {"Degrees", "Groups", "init"}},
     "planning/": {
-        "zpartition": {"plan", "plan_traffic", "ReduceAt", "Tier"},
+        "zpartition": {
+            *("plan", "plan_traffic", "ReduceAt", "Tier"),
+            *("rounds.RoundPolicy", "rounds.RoundsPlan", "rounds.plan_rounds"),
+        },
         "zoptim": {"make_optimizer", "make_schedule"},
         "zprecision": {"DynamicScaling"},
-        "zcomm": {"init", "Degrees", "Groups"},
     },
     # full shapes of split tensors; gradient norms by layer, summed over the ranks
+    "features/trial_run.py": {"zpartition": {"FullTensors"}},
     "features/measuring.py": {
         "zcomm": {"all_reduce", "all_gather_object"},
         "zpartition": {"FullTensors", "experts.active_fractions", "pipeline_stages_of"},
@@ -106,10 +117,46 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # pipeline stages exchange the layers that they hold
     "features/named_layers.py": {"zcomm": {"all_gather_object"}},
     "features/random_ltd.py": {"zpartition": {"pipeline_stages_of"}},
+    "features/local_rounds.py": {"zpartition": {"rounds.OuterExchange", "rounds.Rounds"}},
+    "features/zenflow.py": {"zpartition": {"selective.SelectiveUpdates"}},
     "features/layer_drop.py": {"zpartition": {"pipeline_stages_of"}},
+    "features/moq.py": {"zprecision": {"quant.round_to_bits"}},
+    # products with Hessians are averaged over ranks
+    "features/eigenvalues.py": {
+        "zcomm": {"all_reduce", "group_size"},
+        "zprecision": {
+            *("PowerIteration", "block_eigenvalues", "hessian_product", "largest_eigenvalue"),
+            "relative_eigenvalues",
+        },
+    },
+    # forward rounds weights as formats of inference do
+    "compression/techniques.py": {
+        "zprecision": {"quantize", "quant.simulate", "quant.simulate_format", "quant.straight_through"}
+    },
+    "compression/start.py": {"zpartition": {"is_deferred"}},
+    "deepspeed/runtime/quantize.py": {"zprecision": {"quant.round_to_bits"}},
+    "deepspeed/compression/basic_layer.py": {
+        "zpartition": {
+            "ModelParallelGroup",
+            *("tensor.copy", "tensor.join_features", "tensor.reduce", "tensor.slice_features"),
+        }
+    },
+    "deepspeed/compression/utils.py": {"zprecision": {"quant.simulate", "quant.straight_through"}},
+    "config/plan/techniques/compression.py": {"zprecision": {"format_named"}},
     # ranks compare their waits
     "telemetry/stragglers.py": {"zcomm": {"all_gather_object", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
+    "deepspeed/runtime/fp16/onebit/adam.py": {"zoptim": {"OneBitAdam"}},
+    "deepspeed/runtime/fp16/onebit/zoadam.py": {"zoptim": {"ZeroOneAdam"}},
+    "deepspeed/runtime/fp16/onebit/lamb.py": {"zoptim": {"OneBitLamb"}},
+    "deepspeed/runtime/comm/compressed.py": {
+        "zcomm": {"CompressedAllReduce", "SignLayout", "group_rank", "group_size"},
+    },
+    "deepspeed/runtime/fp16/onebit/standalone.py": {
+        "zcomm": {"CompressedAllReduce", "SignLayout", "all_reduce", "group_size"},
+        "zoptim": {"WholeTensors"},
+    },
+    "features/compressed_optimizer.py": {"zpartition": {"BucketExchange", "Shard", "check_local_gradients"}},
     # wraps the runner of an engine's passes
     "flops/stage_feature.py": {
         "zcomm": {"all_gather_object"},
@@ -152,31 +199,58 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zpartition": {"tensor"},
     },
-    # weights that rest on a drive
-    "inference/offload.py": {"zpartition": {"disk.DiskOptions", "disk.DiskStore", "disk.Region"}},
+    # weights that rest on a drive, or of which each rank has a share
+    "inference/offload.py": {
+        "zcomm": {"all_gather", "group_rank", "group_size"},
+        "zpartition": {"disk.DiskOptions", "disk.DiskStore", "disk.Region"},
+    },
+    "deepspeed/inference/offloading.py": {"zcomm": {"duplicate_group"}},
     # bytes of quantized weights
     "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
     # decoders whose layers are split over tensor ranks
     "inference/structure.py": {"zpartition": {"ModelParallelGroup"}},
+    # and whose experts are
+    "inference/experts/match.py": {"zpartition": {"expert_shards_of", "experts.whole_hf_experts"}},
     "inference/calls/path.py": {
         "zcomm": {"all_gather_object"},
-        "zpartition": {"ModelParallelGroup", "model_parallel_group_of"},
+        "zpartition": {"ModelParallelGroup", "expert_shards_of", "model_parallel_group_of"},
     },
     # one token on all tensor ranks
     "inference/calls/transformers_style.py": {
-        "zcomm": {"broadcast"},
+        "zcomm": {"all_gather_object", "broadcast"},
         "zpartition": {"ModelParallelGroup", "tensor.agree_on_random_numbers"},
     },
-    # rollouts open the trainer's weights, or quantize a copy
-    "rollout/": {"zprecision": {"quant.format_named"}},
-    # checkpoints hold the rollouts of all ranks
-    "hybrid_engine.py": {"zcomm": {"all_gather_object"}},
+    # rollouts open the trainer's weights, or make a copy: quantized, or split over groups of ranks
+    "rollout/": {
+        "zcomm": {"all_gather_object", "all_reduce", "group_rank"},
+        "zpartition": {"ModelParallelGroup", "model_parallel_group_of"},
+        "zprecision": {
+            *("quant.Format", "quant.Int8", "quant.PackedTensor", "quant.QuantizedTensor", "quant.format_named"),
+        },
+    },
+    # checkpoints hold the rollouts of all ranks; groups that split a copy
+    "hybrid_engine.py": {
+        "zcomm": {"all_gather_object", "consecutive_group"},
+        "zpartition": {"ModelParallelGroup"},
+    },
     # files become modules: containers by zckpt, codes by zprecision, names and shapes compared by zpartition
     "inference/loading/": {
-        "zckpt": {"Shard", "find", "interchange", "open_checkpoint", "read_gguf", "save", "whole"},
+        "zckpt": {
+            *(
+                "Shard",
+                "find",
+                "interchange",
+                "interchange.Patchwork",
+                "open_checkpoint",
+                "read_gguf",
+                "save",
+                "whole",
+            ),
+        },
         "zprecision": {
             *("Precision", "quant.GroupedCodes", "quant.format_named", "quant.from_blocks"),
-            *("quant.read_awq", "quant.read_compressed", "quant.read_gptq", "quant.read_header"),
+            *("quant.read_awq", "quant.read_compressed", "quant.read_compressed_bytes", "quant.read_gptq"),
+            "quant.read_header",
         },
         "zpartition": {"FullTensors", "check_slices", "load_own_slices"},
     },
@@ -190,7 +264,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         # loss scales of a loop of one's own, and of an engine
         "zprecision": {"DynamicScaler", "DynamicScaling", "Scaler", "StaticScaling", "make_scaler"},
         "zoptim": {
-            *("Adam", "AdamW", "Adagrad", "LAMB", "Lion"),
+            *("Adam", "AdamW", "Adagrad", "LAMB", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
             "FlatOptimizer",  # optimizers that can be sharded
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
@@ -267,6 +341,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     "commands/byte_gpt.py": {"zckpt": {"find", "open_checkpoint"}},
     # reports the kernels in use, and the transport between two ranks that it starts
+    "commands/starter/train.py": {"zckpt": {"CheckpointNotFound"}},
     "commands/env.py": {
         "zoptim": {"kernels"},
         "zcomm": {"all_reduce", "transport", "transport_reason", "testing", "testing.run_ranks"},

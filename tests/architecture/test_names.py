@@ -39,11 +39,12 @@ def test_the_distribution_name_is_ours(package: str) -> None:
 
 @each_package
 def test_the_version_is_static_and_the_same_in_the_code_and_the_changelog(package: str) -> None:
-    assert "dynamic" not in settings(package)
+    assert re.findall(r"^dynamic = .*", settings(package), re.MULTILINE) == ['dynamic = ["readme"]']
     version = value(package, "version")
     assert f'\n__version__ = "{version}"\n' in (repo.source_folder(package) / "__init__.py").read_text()
     headings = re.findall(r"^## (\S+)", (repo.package_folder(package) / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[:1] == [version], f"the newest heading of packages/{package}/CHANGELOG.md must be {version}"
+    newest = [heading for heading in headings if heading != "Unreleased"][:1]
+    assert newest == [version], f"the newest heading of packages/{package}/CHANGELOG.md must be {version}"
 
 
 @each_package
@@ -92,6 +93,13 @@ def test_packages_with_kernels_share_one_build_hook() -> None:
     hooks = {path.parent.name: path.read_text() for path in repo.ROOT.glob("packages/*/hatch_build.py")}
     assert sorted(hooks) == ["zcomm", "zoptim", "zprecision"]
     assert len(set(hooks.values())) == 1, "copy the changed packages/*/hatch_build.py over the others"
+
+
+@pytest.mark.parametrize("package", ["zcomm", "zoptim", "zprecision"])
+def test_the_settings_of_the_kernels_end_the_file(package: str) -> None:
+    """The digest of an extension includes pyproject.toml from `[tool.zbuild]` on, and so no version and no link."""
+    tables = re.findall(r"^\[([^\]]+)\]$", settings(package), re.MULTILINE)
+    assert [name for name in tables[tables.index("tool.zbuild") :] if not name.startswith("tool.zbuild")] == []
 
 
 GPU_FILES = ("src/{}/backends/gpu/compiler.py", "src/{}/csrc/zk_gpu.h", "tests/shim/cuda_shim.h", "tests/shim/shim.c")

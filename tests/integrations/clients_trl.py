@@ -191,6 +191,13 @@ def grpo_lora(folder: Path, stage: int | None, saved: Path) -> Any:
     return grpo(folder, stage, saved, adapts=True)
 
 
+def grpo_hybrid(folder: Path, stage: int | None, saved: Path) -> Any:
+    """GRPO whose answers the hybrid engine generates."""
+    section = {"hybrid_engine": {"enabled": True, "max_out_tokens": 32}}
+    chosen = settings(stage)
+    return grpo(folder, stage, saved, deepspeed=None if chosen is None else {**chosen, **section})
+
+
 def grpo_reused(folder: Path, stage: int | None, saved: Path) -> Any:
     """Each generation is trained on twice, with checkpointing, and the reference follows every second step."""
     follows = {"sync_ref_model": True, "ref_model_sync_steps": 2, "gradient_checkpointing": True}
@@ -201,7 +208,10 @@ def rloo(folder: Path, stage: int | None, saved: Path) -> Any:
     return grpo(folder, stage, saved, kinds=(RLOOTrainer, RLOOConfig))
 
 
-TRAINERS = (sft, sft_lora, dpo, dpo_precomputed, kto, reward, grpo, grpo_sharded, grpo_lora, grpo_reused, rloo)
+TRAINERS = (
+    *(sft, sft_lora, dpo, dpo_precomputed, kto, reward),
+    *(grpo, grpo_sharded, grpo_lora, grpo_hybrid, grpo_reused, rloo),
+)
 LOGGED = ("loss", "grad_norm", "reward", "kl", "rewards/margins")
 
 

@@ -29,6 +29,7 @@ STEPS = {
     "grpo": 3,
     "grpo_sharded": 3,
     "grpo_lora": 3,
+    "grpo_hybrid": 3,
     "grpo_reused": 6,
 }
 
@@ -43,7 +44,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_trl_trains_at_stages_2_and_3_as_without_deepspeed(found: list[dict[str, Any]], trainer: str):
     """Compare losses and norms, and rewards and divergences from the reference where a trainer has them."""
     ours = of(found, f"trl-{trainer}")
-    assert [ours[f"type-{stage}"] for stage in (None, 2, 3)] == ["DistributedDataParallel", *["DeepSpeedEngine"] * 2]
+    engine = "DeepSpeedHybridEngine" if trainer == "grpo_hybrid" else "DeepSpeedEngine"
+    assert [ours[f"type-{stage}"] for stage in (None, 2, 3)] == ["DistributedDataParallel", engine, engine]
     assert len(ours["None"]) == STEPS[trainer]
     for stage in ("2", "3"):
         for logged, plain in zip(ours[stage], ours["None"], strict=True):

@@ -64,11 +64,12 @@ def test_the_formats_are_judged_on_held_out_text(folder):
     recipe = inference.Recipe.read(folder.recipe)
     text = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     found = inference.judge_inference(folder, recipe, Windows(text, SMALL.context))
-    full, eight, four = found.variants
-    assert [each.name for each in found.variants] == ["fp32", "int8", "int4"]
+    full, eight, wide, four = found.variants
+    assert [each.name for each in found.variants] == ["fp32", "int8", "int8-a16", "int4"]
     assert (full.change, full.top_1, full.kl_mean, full.kept_share) == (0.0, 1.0, 0.0, 0.0)
-    assert 0 < eight.kl_mean < four.kl_mean
+    assert 0 < wide.kl_mean < eight.kl_mean < four.kl_mean
     assert full.nbytes > 3 * eight.nbytes > 5 * four.nbytes
+    assert wide.nbytes == eight.nbytes
     assert all(each.tokens_per_s > 0 for each in found.variants)
     windows = Windows(text, SMALL.context).stacked(8)
     with torch.no_grad():
@@ -81,7 +82,7 @@ def test_the_formats_are_judged_on_held_out_text(folder):
     assert len(parts) >= 3
     again = inference.judge_inference(folder, recipe, Windows(text, SMALL.context))
     assert again.sample == found.sample
-    assert len(found.table().splitlines()) == 5
+    assert len(found.table().splitlines()) == 6
 
 
 def test_a_run_is_a_model_of_zengine_generate(folder, capsys):

@@ -73,6 +73,7 @@ def test_one_rank_trains_and_writes_all_outputs(tmp_path):
     for line, place in zip(last_lines, ("checkpoints", f"--logdir {tmp_path}", "report.html")):
         assert place in line
     assert "bits/byte" in output
+    assert output.startswith("run one starts"), output  # no warning before: not on our own config
     assert "step 16/16" in output
 
 

@@ -1,6 +1,7 @@
 """An elastic job loses a host and gains one, and its losses stay those of an undisturbed run.
 
-It goes on from its newest checkpoint each time.
+It goes on from its newest checkpoint each time.  With diloco a host is a replica group.  Losing one costs the round
+that has not ended: the others go on from the weights of the last exchange.
 
 Each "host" is a `zengine run --elastic` of its own on loopback.  The first one keeps the list of hosts.
 """
@@ -56,13 +57,22 @@ while engine.global_steps < last and not (folder.parent / "enough").exists():
     engine.backward(engine(next(batches)))
     report = engine.step()
     if report is not None:
-        engine.save_checkpoint(str(folder))
-        if engine.global_rank == 0:
+        if engine.global_rank == 0:  # before the save: a step that is killed in between is made and written again
             with open(folder.parent / "losses", "a") as lines:
                 lines.write(f"{report.step} {engine.world_size} {report.loss!r}\\n")
+        engine.save_checkpoint(str(folder))
         time.sleep(pause_s)
 engine.close()
 """
+
+
+ROUND = 4  # steps
+EVEN = '"max_train_batch_size": 12, "micro_batch_sizes": [1, 2, 3]'
+UNEVEN = '"max_train_batch_size": 3, "micro_batch_sizes": [3]'  # two ranks take one sample and two
+GROUPS = SCRIPT.replace('"zero_optimization": {"stage": 1}', f'"diloco": {{"sync_every": {ROUND}}}').replace(
+    "        engine.save_checkpoint(str(folder))\n",
+    f"        if report.step % {ROUND} == 0:\n            engine.save_checkpoint(str(folder))\n",
+)
 
 
 @contextlib.contextmanager
@@ -86,6 +96,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def wait_for_store(port: int) -> None:
+    """Wait until the list of hosts is kept: of two on loopback, the one that binds the port first keeps it."""
+    deadline = time.monotonic() + 60
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < deadline, f"nothing listens at port {port}"
+        time.sleep(0.1)
 
 
 def children(process: subprocess.Popen[bytes]) -> list[int]:
@@ -128,12 +149,15 @@ def worlds(lines: list[tuple[int, int, float]]) -> list[int]:
     return found
 
 
+@pytest.mark.timeout(600)  # four waits of 150 s at most
+@pytest.mark.parametrize("batch", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_hosts_come_and_go_and_losses_stay_those_of_one_rank(tmp_path: Path) -> None:
+def test_hosts_come_and_go_and_losses_stay_those_of_one_rank(tmp_path: Path, batch: str) -> None:
+    assert SCRIPT.count(EVEN) == 1
     job, alone = tmp_path / "job", tmp_path / "alone"
     for folder in (job, alone):
         folder.mkdir()
-        (folder / "train.py").write_text(SCRIPT)
+        (folder / "train.py").write_text(SCRIPT.replace(EVEN, batch))
     port = free_port()
     with host(job, port, "first") as first:
         wait_for(job, lambda lines: len(lines) > 1, "the first host trains alone")
@@ -152,3 +176,25 @@ def test_hosts_come_and_go_and_losses_stay_those_of_one_rank(tmp_path: Path) -> 
     for step, world, loss in history(alone):
         assert world == 1
         assert found[step] == pytest.approx(loss, rel=1e-5), step
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_lost_replica_group_costs_one_round(tmp_path: Path) -> None:
+    assert GROUPS.count("diloco") == 1
+    assert GROUPS.count(f"% {ROUND} == 0") == 1
+    (tmp_path / "train.py").write_text(GROUPS)
+    port = free_port()
+    with host(tmp_path, port, "first") as first:
+        wait_for_store(port)
+        with host(tmp_path, port, "second"):
+            wait_for(tmp_path, lambda lines: worlds(lines)[-1:] == [2] and lines[-1][0] > 2 * ROUND + 1, "two train")
+        wait_for(tmp_path, lambda lines: worlds(lines)[-2:] == [2, 1] and lines[-1][0] > 4 * ROUND, "one goes on")
+        (tmp_path / "enough").touch()
+        assert first.wait(timeout=60) == 0, logs(tmp_path)
+    lines = history(tmp_path)
+    change = max(index for index in range(1, len(lines)) if lines[index - 1][1] == 2 and lines[index][1] == 1)
+    assert lines[change][0] % ROUND == 1  # begins at an exchange
+    assert 0 <= lines[change - 1][0] - lines[change][0] + 1 <= ROUND  # steps that are lost
+    assert "was saved by 2 replica groups, and this run has 1" in (tmp_path / "first.log").read_text()
+    assert lines[-1][2] < lines[0][2]

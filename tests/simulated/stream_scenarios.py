@@ -21,6 +21,7 @@ from torch import nn
 
 import zcomm
 import zengine
+import zpartition
 import zprecision.policy
 from simulated_cuda.library import host_waits, library, set_schedule, take_violations
 from simulated_cuda.mutants import Mutant, applied
@@ -384,6 +385,27 @@ def train_with_sharded_weights() -> None:
             engine.step()
 
 
+def update_selectively() -> None:
+    """Update columns beside a thread; edit weights while its update is not shown, and show loaded ones."""
+    zenflow = {"topk_ratio": 0.5, "select_strategy": "step", "select_interval": 9, "update_interval": 2}
+    offload = {"offload_optimizer": {"device": "cpu"}, "zenflow": {**zenflow, "overlap_step": True}}
+    with training(stage=1, **offload) as (engine, losses):
+        partition = engine.parts.partition
+        for _ in range(4):
+            losses()
+            engine.step()
+        first = next(engine.module.parameters())
+        with zpartition.gathered([first], modifier_rank=0):
+            first.data.mul_(0.5)
+        losses()
+        engine.step()
+        updates: Any = partition.updates
+        updates.prepare_shown(is_unshown=True)
+        updates.load_state_dict(updates.state_dict())
+        partition.publish()
+        losses()
+
+
 def release_weights_on_their_way() -> None:
     """Drop a unit that was asked for ahead, and use its buffer for another."""
     with training(stage=3, stage3_unit_size=1300, stage3_param_persistence_threshold=0) as (engine, losses):
@@ -395,6 +417,48 @@ def release_weights_on_their_way() -> None:
                 buffer.zero_()
         losses()
         engine.step()
+
+
+def exchange_rounds(bits: int = 0) -> None:
+    """Exchange weights of two groups beside training; look at the mean movement in flight, and at its effect."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "diloco": {
+            "sync_every": 8,
+            "sync_delay": 3,
+            "fragments": 2,
+            "quantize_bits": bits,
+            "outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False},
+        },
+    }
+    engine, *_ = zengine.initialize(model=nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), config=config)
+    rounds = next(each for each in engine._features if each.name == "diloco").rounds
+    batch = torch.full((1, 64), 1.0 + zcomm.group_rank(), device=DEVICE)
+    before = moved = torch.zeros(())
+    for step in range(1, 8):
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        if step == 4:  # the exchange begins
+            held = rounds._fragments[rounds._pending.fragment]
+            before = held.start.clone()
+            moved = before - torch.cat([local for _, local in rounds._local(held)])
+            zcomm.all_reduce(moved)
+            moved /= WORLD_SIZE
+        if step == 5 and not bits:
+            assert list(rounds.pending_shards())
+            torch.testing.assert_close(rounds._pending.mean, moved)
+    error = float(moved.abs().max()) / 4 if bits else 1e-6
+    torch.testing.assert_close(held.start, before - moved, rtol=0, atol=error)
+    engine.close()
+    torch.cuda.synchronize()
+
+
+def exchange_quantized_rounds() -> None:
+    """Exchange weights in two messages of 4 bits."""
+    exchange_rounds(4)
 
 
 def fail_in_a_backward() -> None:
@@ -481,6 +545,8 @@ ON_RANKS: dict[str, tuple[Scenario, ...]] = {
     "zpartition.layout.link": (time_a_link,),
     "zpartition.partition: handle.wait()": (train_sharded,),
     "zpartition.pipeline": (pass_messages,),
+    "zpartition.rounds": (exchange_rounds, exchange_quantized_rounds),
+    "zpartition.selective": (update_selectively,),
     "zpartition.sequence": (attend_in_a_ring,),
     "zpartition.weights": (train_with_sharded_weights, release_weights_on_their_way),
 }

@@ -86,7 +86,7 @@ def test_hardware_questions_are_answered_by_the_device(monkeypatch: pytest.Monke
     assert "bf16" not in dict(problems())
     facts = facts_of(zengine.config.load({"train_batch_size": 1}), 1)
     assert facts.device_type == "cuda"
-    assert _room(argparse.Namespace(memory=""), facts) == TOTAL_MEMORY
+    assert _room(argparse.Namespace(memory="", world=1), facts) == TOTAL_MEMORY
 
 
 def test_tensors_of_the_device_are_quantized_without_the_kernels_of_the_cpu() -> None:

@@ -26,8 +26,11 @@ PROVED = {
     "handles._Continuation.wait_for: self.handle.wait_for(until_s - time.monotonic())": "the caller calls wait()",
     "instants.DeviceInstants.synchronize: self.last.pop().synchronize()": "one wait in the place of many: each "
     "interval waits for its own event",
+    "trial_run.StepProfile.step_end: self.instants.synchronize()": "the same",
     "spans.Stopwatch.micro_ms: self._device.synchronize()": "the same",
     "spans.Stopwatch.total_ms: self._device.synchronize()": "the same",
+    "exchange.Rounds.drop_pending: pending.handle.wait()": "nothing reads a dropped message; the process group holds "
+    "its memory until it has arrived",
     "signals.Signals.step_end: run.parts.checkpoints.wait()": "waits for files of a background save, before the rank "
     "ends; no stream reads them",
 }

@@ -1,0 +1,7 @@
+"""Loads the plugin that orders the tests (tools/schedule.py), here and in every worker."""
+
+from __future__ import annotations
+
+from schedule import pytest_collection, pytest_collection_modifyitems
+
+__all__ = ["pytest_collection", "pytest_collection_modifyitems"]
