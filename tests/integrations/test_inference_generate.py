@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import zengine
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
 
@@ -363,3 +364,37 @@ def test_a_module_whose_probe_fails_runs_as_it_is(caplog: pytest.LogCaptureFixtu
         engine = engine_of(Short())
     assert "Short is not fused, and its own forward runs: index out of range" in caplog.text
     assert engine(torch.arange(1)[None]).shape == (1, 1, 8)
+
+
+class Adapted(torch.nn.Module):
+    """Hands all arguments on to the model inside, as PEFT's models do."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def generation_config(self) -> Any:
+        return self.inner.generation_config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["inference", "hybrid"])
+def test_positional_prompts_reach_a_model_inside_another(kind: str, calls: list[int]) -> None:
+    prompt, options = prompts()[0][:1], {"max_new_tokens": 7, "do_sample": False}
+    subject = Adapted(model())
+    expected = subject.generate(prompt, **options)
+    if kind == "inference":
+        engine = engine_of(subject)
+    else:
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "gradient_clipping": 1.0}
+        engine = zengine.initialize(model=subject, config={**config, "hybrid_engine": {"enabled": True}})[0]
+    calls.clear()
+    assert torch.equal(engine.generate(prompt, **options), expected)
+    assert -1 in calls  # steps of the fused decoder
+    engine.close() if kind == "hybrid" else None

@@ -14,7 +14,6 @@ once for all tokens, also without pin_parameters.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,7 +30,12 @@ from zengine.engine.feature import Feature
 from zengine.engine.parts import Parts
 from zengine.inference.calls.module_generate import ModuleGenerate, own_generate_of
 from zengine.inference.calls.path import reject_prompt
-from zengine.inference.calls.transformers_style import fused_generate, own_generate, unfused_argument
+from zengine.inference.calls.transformers_style import (
+    arguments_by_name,
+    fused_generate,
+    own_generate,
+    unfused_argument,
+)
 from zengine.rollout.copies import Units
 from zengine.rollout.pending import PendingRollout
 from zengine.rollout.rollouts import Prompts, Rollouts
@@ -245,7 +249,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 return own_generate(path, *args, **kwargs)
             if not hasattr(self.module, "generation_config"):  # not that of Transformers
                 return make(*args, **kwargs)
-            given = {**dict(zip(inspect.signature(make).parameters, args)), **kwargs}
+            given = arguments_by_name(self.module, make, args, kwargs)
             if other := unfused_argument(self.module, given, make):
                 self._log_once(f"generates by its own forward: the fused path cannot do {other}")
                 return make(**given)

@@ -268,17 +268,11 @@ class Rollouts:
                 f"RolloutConfig(exact=True): {key} rounds the weights of training to 8 bits, and a "
                 "rollout reads them unrounded; drop one of them"
             )
-        dtype, what = (
-            self.run.plan.numerics.autocast,
-            "RolloutConfig(exact=True) computes in the dtype of the weights",
-        )
+        if (dtype := self.run.plan.numerics.autocast) == torch.float32:
+            return ""
         return (
-            ""
-            if dtype == torch.float32
-            else (
-                f"{what}, and torch_autocast casts to {dtype}: drop torch_autocast, write "
-                '"bf16": {"enabled": true} for weights of that dtype, or leave exact out'
-            )
+            f"RolloutConfig(exact=True) computes in the dtype of the weights, and torch_autocast casts to {dtype}: "
+            'drop torch_autocast, write "bf16": {"enabled": true} for weights of that dtype, or leave exact out'
         )
 
     def _checked_requests(

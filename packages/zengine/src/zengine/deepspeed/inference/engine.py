@@ -8,7 +8,6 @@ generates if all ask for the same; else the module's own forward does.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -127,7 +126,7 @@ class InferenceEngine(nn.Module):
         if not hasattr(self.module, "generation_config"):  # not that of Transformers
             self._agree_on_random_numbers()
             return make(*args, **kwargs)
-        given = {**dict(zip(inspect.signature(make).parameters, args)), **kwargs}
+        given = generation.arguments_by_name(self.module, make, args, kwargs)
         is_continued = is_decoder_cache(given.get("past_key_values"))  # Transformers' loop, and fused forwards
         other = "" if is_continued else self._reason_not_fused(given, make)
         loop: Callable[..., Any] = generation.fused_generate

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -35,7 +35,8 @@ from zpartition import ModelParallelGroup
 from zpartition.tensor import agree_on_random_numbers
 
 __all__ = [
-    *("SameOnAllRanks", "fused_generate", "own_generate", "same_on_all", "share_random_state", "unfused_argument"),
+    *("SameOnAllRanks", "arguments_by_name", "fused_generate", "own_generate", "same_on_all", "share_random_state"),
+    "unfused_argument",
 ]
 
 _OWN = [
@@ -82,13 +83,30 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 _READ = ("input_ids", "attention_mask", "logits_to_keep")  # arguments of the module that the loop understands
 
 
+def _parameters_of(module: nn.Module, make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a module's `generate`: those of the model inside, where it hands all on (PEFT)."""
+    found = inspect.signature(make).parameters
+    if all(each.kind is not inspect.Parameter.VAR_POSITIONAL for each in found.values()):
+        return found
+    inner = (getattr(type(each), "generate", None) for each in module.modules() if each is not module)
+    accepted = (list(inspect.signature(each).parameters.items())[1:] for each in inner if each is not None)
+    return next((dict(each) for each in accepted if "custom_generate" in dict(each)), found)
+
+
+def arguments_by_name(
+    module: nn.Module, make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call of `make`, the module's `generate` (Transformers'), by name."""
+    return {**dict(zip(_parameters_of(module, make), args)), **kwargs}
+
+
 def unfused_argument(module: nn.Module, given: Mapping[str, Any], make: Any = None) -> str:
     """Return the name of an argument that the fused loop cannot honour; "" if there is none.
 
     make: the module's `generate`, if an engine has put its own in that place.
     """
     make = module.generate if make is None else make
-    accepted = inspect.signature(make).parameters
+    accepted = _parameters_of(module, make)
     if "custom_generate" not in accepted:
         return "custom_generate (this version of Transformers lacks it)"
     if given.get("inputs", given.get("input_ids")) is None:
