@@ -1,4 +1,4 @@
-"""Compressed optimizers in the plan: memory as the ledger of a live engine has it in the compressed stage."""
+"""Compressed optimizers in the plan: memory and traffic of both phases, as a live engine has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import zcomm
 import zengine
+import zoptim
+import zpartition
 from zcomm.testing import run_ranks
 from zengine.config import Facts, load, resolve
 from zengine.planning.explanation import explain
@@ -94,3 +97,92 @@ def test_one_rank_and_other_optimizers_hold_none() -> None:
 def test_the_plan_of_a_run_names_the_errors() -> None:
     source, facts = load(config("OneBitAdam", 1)), Facts(world_size=2, replicas=2)
     assert "compression errors" in explain(source, resolve(source, facts), facts, Stack(), "a stack").text()
+
+
+# -- traffic -----------------------------------------------------------------------------------------
+
+SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # times the payload, on a ring
+SMALL = 1024  # bytes: norms, flags and sums of single tensors
+
+
+def sent_in_steps(source: dict[str, Any], steps: int) -> list[tuple[int, int]]:
+    """Return messages and bytes through this rank of each step, small ones left out."""
+    engine, found = zengine.initialize(model=Stack(), config=source)[0], []
+    for step in range(steps):
+        records: list[zcomm.Record] = []
+        with zcomm.traced(records.append):
+            for part in range(engine.gradient_accumulation_steps()):
+                x = torch.randn(2, 65, generator=torch.Generator().manual_seed(10 * step + part + engine.global_rank))
+                engine.backward(engine(x))
+                engine.step()
+        large = [each for each in records if each.nbytes > SMALL]
+        through = sum(SENT[each.op] * each.nbytes * (each.group_size - 1) // each.group_size for each in large)
+        found.append((len(large), through))
+    engine.close()
+    return found
+
+
+def counted(flows: tuple[Any, ...]) -> tuple[int, int]:
+    return sum(flow.num_messages for flow in flows), sum(flow.num_bytes for flow in flows)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_a_live_step_of_each_phase_sends_what_the_plan_says(name: str, stage: int, num_ranks: int) -> None:
+    source = config(name, stage)
+    traffic = planned(source, num_ranks).traffic
+    for found in run_ranks(sent_in_steps, num_ranks, source, 6):
+        assert found[1] == counted(traffic.flows)  # the second step of the warm-up
+        assert found[5] == counted(traffic.compressed)  # the third of the compressed stage
+
+
+def test_accumulation_does_not_multiply_compressed_momenta() -> None:
+    source = config("OneBitAdam", 1, micro=2)
+    (found, *_) = run_ranks(sent_in_steps, 2, source, 6)
+    assert found[5] == counted(planned(source, 2).traffic.compressed)
+
+
+def test_the_groups_without_compression_are_counted_exactly() -> None:
+    with torch.device("meta"):
+        exact, *rest = (nn.Linear(512, 512) for _ in range(4))
+
+    def optimizer(_: Any) -> torch.optim.Optimizer:
+        others = [param for layer in rest for param in layer.parameters()]
+        return zoptim.OneBitAdam([{"params": list(exact.parameters()), "non_freeze": True}, {"params": others}])
+
+    traffic = zpartition.plan_traffic(
+        nn.Sequential(exact, *rest), policy=zpartition.ZeroPolicy(stage=0), world_size=4, optimizer=optimizer
+    )
+    flows = {flow.what: flow.num_bytes for flow in traffic.compressed}
+    numel = 512 * 513
+    assert flows["exact means of gradients, all-reduce"] == pytest.approx(2 * 3 / 4 * 4 * numel, rel=0.02)
+    assert flows["compressed momenta, all-to-all"] == pytest.approx(3 / 4 * 3 * numel / 8, rel=0.02)
+
+
+def test_other_optimizers_stages_and_one_rank_have_one_phase() -> None:
+    plain = {**config("OneBitAdam", 0), "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    assert not planned(plain, 2).traffic.compressed
+    assert not planned(config("OneBitAdam", 0), 1).traffic.compressed
+    assert planned(plain, 2).traffic.compressed_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("OneBitAdam", {"freeze_step": 7}, "warm-up, until freeze_step = 7:"),
+        ("OneBitLamb", {}, "warm-up, until freeze_step = 100000:"),
+        ("OneBitAdam", {"freeze_step": "auto"}, "warm-up, until second moments settle (freeze_step = auto):"),
+        ("ZeroOneAdam", {"var_freeze_step": 9}, "ever more rarely until var_freeze_step = 9:"),
+    ],
+)
+def test_the_explanation_shows_both_phases(name: str, options: dict[str, Any], said: str) -> None:
+    given = {**config(name, 0), "optimizer": {"type": name, "params": {"lr": 0.01, **options}}}
+    source, facts = load(given), Facts(world_size=2, replicas=2)
+    found = explain(source, resolve(source, facts), facts, Stack(), "a stack")
+    text = found.text()
+    assert said in text
+    assert text.index("gradients, all-reduce") < text.index("compressed momenta, all-to-all")
+    assert "sent compressed" in text
+    stages = found.as_json()["stages"]
+    assert 0 < stages[0]["compressed_bytes"] < stages[0]["sent_bytes"] / 20
+    assert found.as_json()["compressed_traffic"][0]["what"] == "compressed momenta, all-to-all"

@@ -90,3 +90,12 @@ def test_the_switch_to_a_rollout_is_a_phase(size: int) -> None:
     other = made(10**9, 4, **{**given, "hybrid_engine": {"enabled": False}})
     assert (other.own.switch, other.own.generation) == (0, 0)
     assert "rollout" not in other.text()
+
+
+def test_a_compressed_optimizer_has_a_column_for_its_second_phase() -> None:
+    onebit = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 4}}
+    found = made(10**9, 2, optimizer=onebit)
+    assert "sent compressed" in found.text()
+    by_stage = {each["stage"]: each for each in found.as_json()["stages"]}
+    assert 0 < by_stage[0]["compressed_bytes"] < by_stage[0]["sent_bytes"] / 20
+    assert "sent compressed" not in made(10**9, 2).text()

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import nn
 
+import zpartition
 from zengine.config import Config, Facts, Plan
 from zengine.config.plan.rows import text_of
 from zengine.planning.advice import Case, advice_lines
@@ -15,6 +16,8 @@ from zengine.planning.sizes import Sizes, at_stage, switch_bytes
 from zengine.planning.tables import columns, gib, ranks, section, wrapped
 
 __all__ = ["Explanation", "explain"]
+
+DEFAULT_FREEZE_STEP = 100_000  # of the compressed optimizers, as DeepSpeed's
 
 _BATCH = (
     ("train_batch_size", "", "train_batch_size"),
@@ -71,8 +74,14 @@ class Explanation:
             "memory_bytes": self.sizes.memory.ledger() | {"total": self.sizes.memory.total_bytes},
             "switch_bytes": switch_bytes(self.sizes, self.plan),
             "traffic": [attrs.asdict(flow) for flow in self.sizes.traffic.flows],
+            "compressed_traffic": [attrs.asdict(flow) for flow in self.sizes.traffic.compressed],
             "stages": [
-                {"stage": stage, "memory_bytes": each.memory.total_bytes, "sent_bytes": each.traffic.total_bytes}
+                {
+                    "stage": stage,
+                    "memory_bytes": each.memory.total_bytes,
+                    "sent_bytes": each.traffic.total_bytes,
+                    "compressed_bytes": each.traffic.compressed_bytes,
+                }
                 for stage, each in enumerate(self.by_stage)
             ],
             "worth_knowing": list(self.advice),
@@ -106,28 +115,56 @@ class Explanation:
         traffic = self.sizes.traffic
         if not traffic.flows:
             return ["nothing: there is only one rank"]
-        table = [
-            (flow.what, f"{flow.num_messages:,} messages", f"among {flow.among}", gib(flow.num_bytes))
-            for flow in traffic.flows
+        if not traffic.compressed:
+            return _flow_lines(traffic.flows, traffic.unit_bytes)
+        before, after = compressed_phases(self.plan)
+        return [
+            f"{before}:",
+            *_flow_lines(traffic.flows, traffic.unit_bytes),
+            "",
+            f"{after}:",
+            *_flow_lines(traffic.compressed, traffic.unit_bytes),
         ]
-        return columns(
-            [
-                *table,
-                ("total", "", f"{traffic.share:.2f} x one all-reduce of the gradients", gib(traffic.total_bytes)),
-            ],
-            right=3,
-        )
 
     def _stage_lines(self) -> list[str]:
         head = ("stage", "model states", "buffers", "host and disk", "total on the device", "sent in a step")
-        table: list[tuple[str, ...]] = [head]
+        has_phases = bool(self.sizes.traffic.compressed)
+        table: list[tuple[str, ...]] = [(*head, "sent compressed") if has_phases else head]
         for stage, each in enumerate(self.by_stage):
             memory = each.memory
             mark = f"{stage} *" if stage == self.plan.zero.stage else f"{stage}  "
             moving = memory.total_bytes - memory.model_states_bytes
             sizes_of = (memory.model_states_bytes, moving, memory.host_bytes + memory.disk_bytes, memory.total_bytes)
-            table.append((mark, *map(gib, sizes_of), gib(each.traffic.total_bytes)))
-        return columns(table, right=-5)
+            compressed = gib(each.traffic.compressed_bytes) if each.traffic.compressed else "-"
+            row = (mark, *map(gib, sizes_of), gib(each.traffic.total_bytes))
+            table.append((*row, compressed) if has_phases else row)
+        return columns(table, right=-6 if has_phases else -5)
+
+
+def _flow_lines(flows: tuple[zpartition.Flow, ...], unit_bytes: int) -> list[str]:
+    """Format messages and their total, in units of one all-reduce of all gradients (`unit_bytes`)."""
+    table = [(flow.what, _messages(flow.num_messages), f"among {flow.among}", gib(flow.num_bytes)) for flow in flows]
+    total = sum(flow.num_bytes for flow in flows)
+    share = total / unit_bytes if unit_bytes else 0.0
+    return columns([*table, ("total", "", f"{share:.2f} x one all-reduce of the gradients", gib(total))], right=3)
+
+
+def _messages(count: int) -> str:
+    return f"{count:,} message{'s' * (count != 1)}"
+
+
+def compressed_phases(plan: Plan) -> tuple[str, str]:
+    """Return when a compressed optimizer reduces gradients, and when it sends a bit an element, in words."""
+    params = plan.optimizer.params
+    if plan.optimizer.type.lower() == "zerooneadam":
+        step = params.get("var_freeze_step", DEFAULT_FREEZE_STEP)
+        return (
+            f"steps that update second moments, ever more rarely until var_freeze_step = {step}",
+            "other steps, and after the freeze those that synchronize (the rest of them send nothing)",
+        )
+    step = params.get("freeze_step", DEFAULT_FREEZE_STEP)
+    until = "until second moments settle (freeze_step = auto)" if step == "auto" else f"until freeze_step = {step}"
+    return f"warm-up, {until}", "compressed stage, from then on"
 
 
 def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject: str) -> Explanation:

@@ -102,15 +102,17 @@ class Forecast:
         return [*columns(rows, right=1), verdict]
 
     def _stage_lines(self) -> list[str]:
-        table = [("stage", "micro-batch", "accumulation", "peak", "sent in a step")]
+        has_phases = bool(self.own.sizes.traffic.compressed)  # of a compressed optimizer
+        table = [("stage", "micro-batch", "accumulation", "peak", "sent in a step", "sent compressed")]
         for each in self.stages:
             if each.peak is None:
-                table.append((str(each.stage), "none", "", "", ""))
+                table.append((str(each.stage), "none", "", "", "", ""))
                 continue
-            batch, sent = each.peak.plan.batch, each.peak.sizes.traffic.total_bytes
+            batch, traffic = each.peak.plan.batch, each.peak.sizes.traffic
             fits = f"{batch.micro_batch_size} (at most {each.largest})"
-            table.append((str(each.stage), fits, str(batch.accumulation), gib(each.peak.total), gib(sent)))
-        return columns(table, right=-2)
+            sent = gib(traffic.total_bytes), gib(traffic.compressed_bytes) if traffic.compressed else "-"
+            table.append((str(each.stage), fits, str(batch.accumulation), gib(each.peak.total), *sent))
+        return columns(table if has_phases else [row[:-1] for row in table], right=-3 if has_phases else -2)
 
     def _best_lines(self) -> list[str]:
         if self.best is None:
@@ -176,4 +178,5 @@ def _as_json(found: Peak) -> dict[str, Any]:
         "activation_bytes": found.activations.peak,
         "switch_bytes": found.switch,
         "sent_bytes": found.sizes.traffic.total_bytes,
+        "compressed_bytes": found.sizes.traffic.compressed_bytes,
     }

@@ -8,6 +8,9 @@ is sent in every micro-step, and ZeRO++ divides it (Wang et al. 2023).
 Messages are counted one by one from the layout that a partition would have.  Two-hop messages are counted on each
 hop, because the links differ.  Buffers, overflow flags and other small values are not included.
 
+An optimizer with compressed communication (compression.py) has two phases, which are planned apart: first gradients
+are reduced as for any optimizer, later ranks exchange a bit for each element instead.
+
 [Note: number of gathers] At stage 3 a unit is gathered for the forward pass and, unless it can stay whole until then,
 again for the backward pass.  By default only the last ones stay (residence.py).  With `policy.max_live_numel` a unit
 may stay while all whole units fit into it and at most `policy.max_reuse_numel` elements are used before its next use:
@@ -30,6 +33,8 @@ from torch import nn
 from torch.nn import Parameter
 
 import zcomm
+from zpartition.bucket_exchange import sign_layout
+from zpartition.estimate.compression import is_compressed
 from zpartition.gradients.reduce import GRADIENT_BLOCK, reduce_at
 from zpartition.layout.layout import Bucket, Layout
 from zpartition.layout.plan_layouts import plan_layouts
@@ -60,8 +65,9 @@ class Flow:
 class TrafficPlan:
     """Messages that one rank sends in an optimizer step."""
 
-    flows: tuple[Flow, ...]
+    flows: tuple[Flow, ...]  # of a compressed optimizer: of a step that reduces gradients
     unit_bytes: int  # 1x: one all-reduce of all gradients over all ranks, in the dtype on the wire
+    compressed: tuple[Flow, ...] = ()  # of a step that sends compressed momenta instead; empty for other optimizers
 
     @property
     def total_bytes(self) -> int:
@@ -72,6 +78,11 @@ class TrafficPlan:
     def share(self) -> float:
         """Total in units of one all-reduce of all gradients; 0 for a single rank."""
         return self.total_bytes / self.unit_bytes if self.unit_bytes else 0.0
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Sum over all kinds of a step that sends compressed momenta; 0 for other optimizers."""
+        return sum(flow.num_bytes for flow in self.compressed)
 
 
 def plan_traffic(
@@ -101,8 +112,36 @@ def plan_traffic(
         *_unit_flows(module, trained, frozen, policy, num_backwards),
     ]
     return TrafficPlan(
-        tuple(flow for flow in flows if flow.num_bytes), round(_all_reduced(gradients, trained.world_size))
+        _that_send(flows),
+        round(_all_reduced(gradients, trained.world_size)),
+        _that_send(_compressed_flows(trained, policy, made)),
     )
+
+
+def _that_send(flows: Iterable[Flow]) -> tuple[Flow, ...]:
+    return tuple(flow for flow in flows if flow.num_bytes)
+
+
+def _compressed_flows(layout: Layout, policy: ZeroPolicy, optimizer: torch.optim.Optimizer | None) -> list[Flow]:
+    """Messages of a step that sends compressed momenta: two phases, and exact means for groups with `non_freeze`.
+
+    Nothing for other optimizers, and at stages 2 and 3, where no rank has a whole gradient to compress.
+    """
+    ranks = layout.world_size
+    if optimizer is None or not is_compressed(optimizer) or policy.stage > 1 or ranks == 1:
+        return []
+    is_exact = [bool(group.get("non_freeze")) for group in optimizer.param_groups]
+    exact = [bucket for bucket in layout.buckets if is_exact[bucket.group]]
+    rest = [bucket for bucket in layout.buckets if not is_exact[bucket.group]]
+    signs = sign_layout(rest, ranks, fused=bool(getattr(optimizer, "fuses_message", False)))
+    sent = round(_gathered(signs.latest_bytes, ranks)) if rest else 0
+    whole = sum(bucket.numel for bucket in exact) * torch.float32.itemsize
+    return [
+        Flow("compressed momenta, all-to-all", ranks, 1, sent),
+        Flow("compressed momenta, all-gather", ranks, 1, sent),
+        Flow("exact means of gradients, all-reduce", ranks, len(exact), round(_all_reduced(whole, ranks))),
+        *_update_flows(layout, policy),
+    ]
 
 
 def _gradient_flows(layout: Layout, policy: ZeroPolicy, rounds: int) -> list[Flow]:
