@@ -1,4 +1,4 @@
-"""A NaN and a wrong order of calls: what the engine says.  (Hangs and memory: see the tutorial.)
+"""A NaN and a wrong order of calls: what the engine says.  (Hangs: hang.py; memory: see the tutorial.)
 
 python examples/debugging.py
 """

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import docs
@@ -17,6 +20,7 @@ import repo
 
 from zcomm.testing import run_ranks
 
+HANG = "hang.py"
 PAGES = sorted(docs.PAGES.rglob("*.md"))
 SCRIPTS = docs.scripts()
 
@@ -58,6 +62,30 @@ def test_the_first_example_is_that_of_the_readme() -> None:
     readme = (repo.ROOT / "README.md").read_text(encoding="utf-8")
     loop = docs.blocks(readme)[0].partition("    report = engine.step()")[0]
     assert SCRIPTS["index.md"].startswith(loop)
+
+
+def without_numbers_of_a_run(text: str) -> str:
+    """Replace seconds and process numbers, which differ from run to run."""
+    return re.sub(r"\d+\.\d s\b", "N s", re.sub(r"\(process \d+\)", "(process N)", text)).strip()
+
+
+@pytest.mark.parametrize("mistake", ["save", "stuck"])
+def test_the_page_shows_what_a_hang_says(mistake: str, tmp_path: Path) -> None:
+    page = (docs.PAGES / "tutorials/debugging.md").read_text(encoding="utf-8").partition("## A hang")[2]
+    shown = page.partition(f"examples/{HANG} {mistake}\n```")[2].partition('rank 0" }\n')[2].partition("\n```")[0]
+    (tmp_path / "examples").symlink_to(repo.ROOT / "examples")  # it writes beside the folder, and names relative paths
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = os.environ | {"ZCOMM_TIMEOUT_S": "10", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, f"examples/{HANG}", mistake],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert without_numbers_of_a_run(done.stdout) == without_numbers_of_a_run(shown), done.stderr
 
 
 def test_the_picture_of_zero_is_what_the_planner_says() -> None:
