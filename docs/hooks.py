@@ -5,7 +5,9 @@ become pages as they are; their links are changed to the pages of the site or, f
 repository.  `<!-- section: README.md ## Comparison -->` inserts a section of a file.  A page of API per package lists
 the names of tests/architecture/public_api.txt for mkdocstrings.
 
-The search index is written as a script, too: a browser that reads the pages from a folder fetches no JSON.
+The search index is written as a script, too: a browser that reads the pages from a folder fetches no JSON, and runs no
+worker (assets/folder-worker.js).  As long as the repository has no public address, links to its files lead into the
+checkout that the site was built from.
 
 Mermaid blocks become SVG here: a script of three megabytes, from a network or not, draws three small graphs worse.
 """
@@ -20,6 +22,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import griffe
 from mkdocs.structure.files import File, Files
@@ -177,6 +180,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     repository, path = config.repo_url.rstrip("/"), page.file.src_uri
     text = SECTION.sub(lambda match: section(match[1], match[2], path, repository), markdown)
     return MERMAID.sub(lambda match: diagram(match[1]), text)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Link files of the checkout instead of a repository that has no public address yet (a name below .example)."""
+    repository = config.repo_url.rstrip("/")
+    if not (urlsplit(repository).hostname or "").endswith(".example"):
+        return output
+    root = os.path.relpath(ROOT, Path(config.site_dir, page.file.dest_uri).parent).replace(os.sep, "/")
+    return re.sub(rf'(?<=href="){re.escape(repository)}(?:/(?:blob|tree)/main)?(?=[/"])', root, output)
 
 
 def on_post_build(config: Any) -> None:

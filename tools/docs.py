@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Build the documentation site, check its links, and run its code.
 
-    python3 tools/dev.py docs            .cache/site/index.html; an error for a broken link or anything from a network
+    python3 tools/dev.py docs            .cache/site/index.html; an error for a broken link, anything from a network,
+                                         or a search (by Chromium, if there is one) that finds nothing offline
     python3 tools/dev.py docs --run      runs every Python block of docs/pages, page by page
     python3 tools/dev.py docs --serve    builds again whenever a page changes, at http://127.0.0.1:8000
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ DOCS = repo.ROOT / "docs"
 PAGES = DOCS / "pages"
 TOOLS = repo.ROOT / ".cache" / "docs"
 SITE = repo.ROOT / ".cache" / "site"
+SEARCHED = "reduce_scatter"  # a word that pages have
 FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 # What a browser fetches by itself: scripts, styles, pictures, fonts; not the links that a reader may follow.
 FETCHED = re.compile(
@@ -94,6 +97,24 @@ def fetched(folder: Path) -> list[str]:
     return found
 
 
+def search(folder: Path, word: str, browser: str) -> int:
+    """Search for `word` as a reader of the folder does, without a server and a network; return the number of results.
+
+    The theme's search needs a worker, which browsers refuse to pages of a folder (docs/pages/assets/folder-worker.js).
+    """
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    with tempfile.TemporaryDirectory() as profile:
+        address = f"{(folder / 'index.html').as_uri()}?q={word}"
+        command = [browser, *options, f"--user-data-dir={profile}", "--timeout=20000", "--dump-dom", address]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return done.stdout.count('class="md-search-result__item"')
+
+
+def find_browser() -> str | None:
+    """Return the path of a Chromium, if this machine has one."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
 def mkdocs(*arguments: str) -> int:
     """Run MkDocs."""
     environ = devenv.child_environment() | {"NO_MKDOCS_2_WARNING": "1"}
@@ -118,6 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     strangers = fetched(SITE)
     if strangers:
         print("\n".join(["docs: pages fetch from a network:", *strangers]), file=sys.stderr)
+        return 1
+    browser = find_browser()
+    if browser is None:
+        print("docs: no Chromium on PATH: search without a network was not tried")
+    elif not search(SITE, SEARCHED, browser):
+        print(f"docs: a search for {SEARCHED} in {SITE}/index.html, as a file, finds nothing", file=sys.stderr)
         return 1
     num_pages = len(list(SITE.rglob("*.html")))
     print(f"docs: {num_pages} pages, no broken link: {SITE.relative_to(repo.ROOT)}/index.html")

@@ -12,12 +12,20 @@ import pytest
 import repo
 
 import zengine
+import zengine.pages
 from zengine.cli import main
 from zengine.config import load
 from zengine.engine.clock import CallOrderError, HalfLoaded
-from zengine.pages import SITE, Page, with_notes
+from zengine.pages import SITE, Page, where, with_notes
 
-SOURCES = {"reference/config.md": "packages/zengine/CONFIG.md"}  # of pages that exist elsewhere: docs/hooks.py
+SOURCES = {"reference/config.md": Page.CONFIG.source}  # of pages that exist elsewhere: docs/hooks.py
+
+
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site below an address that is no placeholder."""
+    monkeypatch.delenv("ZENGINE_DOCS", raising=False)
+    monkeypatch.setattr(zengine.pages, "SITE", "https://zstar.test/docs")
 
 
 def slugs(text: str) -> list[str]:
@@ -37,6 +45,24 @@ def test_every_linked_page_and_heading_exists(page: Page) -> None:
     assert not anchor or anchor in slugs(path.read_text(encoding="utf-8")), anchor
 
 
+@pytest.mark.parametrize("page", Page)
+def test_the_source_of_every_page_exists_with_its_heading(page: Page) -> None:
+    name, _, anchor = page.source.partition("#")
+    text = (repo.ROOT / name).read_text(encoding="utf-8")
+    assert not anchor or anchor in slugs(text), anchor
+
+
+def test_a_placeholder_is_no_link_and_the_variable_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert where(Page.CONFIG) == "See https://zstar.test/docs/reference/config.html"
+    monkeypatch.setattr(zengine.pages, "SITE", "https://place.example/docs")
+    assert where(Page.CHECKPOINTS) == (
+        "See docs/pages/tutorials/checkpoints.md in the repository. "
+        "ZENGINE_DOCS=ADDRESS or FOLDER of the built site makes this a link."
+    )
+    monkeypatch.setenv("ZENGINE_DOCS", "/home/me/zstar/.cache/site/")
+    assert where(Page.CHECKPOINTS) == "See /home/me/zstar/.cache/site/tutorials/checkpoints.html"
+
+
 def test_the_address_and_the_places_are_those_of_the_site() -> None:
     assert f"site_url: {SITE}/\n" in (docs.DOCS / "mkdocs.yml").read_text(encoding="utf-8")
     hooks = (docs.DOCS / "hooks.py").read_text(encoding="utf-8")
@@ -49,7 +75,7 @@ def test_every_page_explains_some_error() -> None:
 
 
 def test_an_error_ends_in_the_link_in_tracebacks_and_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    link = f"See {SITE}/{Page.CONFIG.value}"
+    link = "See https://zstar.test/docs/reference/config.html"
     with pytest.raises(zengine.ConfigError) as caught:
         load({"train_batch": 8})
     assert link not in str(caught.value)

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,9 @@ def without_numbers_of_a_run(text: str) -> str:
 def test_the_page_shows_what_a_hang_says(mistake: str, tmp_path: Path) -> None:
     page = (docs.PAGES / "tutorials/debugging.md").read_text(encoding="utf-8").partition("## A hang")[2]
     shown = page.partition(f"examples/{HANG} {mistake}\n```")[2].partition('rank 0" }\n')[2].partition("\n```")[0]
-    (tmp_path / "examples").symlink_to(repo.ROOT / "examples")  # it writes beside the folder, and names relative paths
+    (tmp_path / "examples").symlink_to(
+        repo.ROOT / "examples"
+    )  # it writes beside the folder, and names relative paths
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environ = os.environ | {"ZCOMM_TIMEOUT_S": "10", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -103,6 +106,22 @@ def test_pages_that_fetch_from_a_network_are_found(tmp_path: Path) -> None:
         "bad.html: https://x.test/a.js",
         "bad.html: https://x.test/a.css",
     ]
+
+
+@pytest.mark.skipif(docs.find_browser() is None, reason="Chromium is not installed")
+def test_a_worker_of_a_page_in_a_folder_answers_and_its_absence_is_found(tmp_path: Path) -> None:
+    (tmp_path / "worker.js").write_text("addEventListener('message', event => postMessage(event.data + '!'))")
+    shutil.copy(docs.PAGES / "assets/folder-worker.js", tmp_path / "shim.js")
+    page = """<body><script{shim}></script><script>
+      const worker = new Worker("worker.js")
+      worker.addEventListener("message", event => {{
+        document.body.className = event.data == "word!" ? "md-search-result__item" : "wrong"
+      }})
+      worker.postMessage(new URLSearchParams(location.search).get("q"))
+    </script></body>"""
+    for shim, found in ((' src="shim.js"', 1), ("", 0)):
+        (tmp_path / "index.html").write_text(page.format(shim=shim))
+        assert docs.search(tmp_path, "word", docs.find_browser() or "") == found
 
 
 def test_blocks_that_show_a_file_and_other_languages_are_no_scripts() -> None:

@@ -57,12 +57,12 @@ def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
     >>> from zengine.config import load
     >>> load({"train_batch_size": 8, "fp16": {"enabled": True}}).settings.fp16.enabled
     True
-    >>> load({"train_batch": 8})
-    Traceback (most recent call last):
-    ...
-    zengine.config.grammar.errors.ConfigError: the config dict: 1 problem
+    >>> try:
+    ...     load({"train_batch": 8})
+    ... except ValueError as error:
+    ...     print(error)
+    the config dict: 1 problem
       train_batch = 8: unknown key. Did you mean "train_batch_size"?
-    See https://zstar.example/docs/reference/config.html
     """
     document = read(source)
     if document.data is None and document.problems:
