@@ -6,8 +6,8 @@ repository.  `<!-- section: README.md ## Comparison -->` inserts a section of a 
 the names of tests/architecture/public_api.txt for mkdocstrings.
 
 The search index is written as a script, too: a browser that reads the pages from a folder fetches no JSON, and runs
-no worker (assets/folder-worker.js).  As long as the repository has no public address, links to its files lead into the
-checkout that the site was built from.
+no worker (assets/folder-worker.js).  As long as the repository has no public address, links to its files lead
+into the checkout that the site was built from.
 
 Mermaid blocks become SVG here: a script of three megabytes, from a network or not, draws three small graphs worse.
 """

@@ -100,7 +100,7 @@ def fetched(folder: Path) -> list[str]:
 def search(folder: Path, word: str, browser: str) -> int:
     """Search for `word` as a reader of the folder does, without a server and a network; return the number of results.
 
-    The theme's search needs a worker, which browsers refuse to pages of a folder (docs/pages/assets/folder-worker.js).
+    The theme's search needs a worker, which browsers refuse to pages of a folder (assets/folder-worker.js).
     """
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
     with tempfile.TemporaryDirectory() as profile:

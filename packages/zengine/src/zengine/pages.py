@@ -47,7 +47,7 @@ class Page(enum.Enum):
 
 
 def where(page: Page) -> str:
-    """Return the sentence that says where `page` is: below ZENGINE_DOCS, else below `SITE`, else in the repository."""
+    """Return the sentence that says where `page` is: below ZENGINE_DOCS, below `SITE`, or in the repository."""
     base = os.environ.get(_VARIABLE, "") or SITE
     if (urlsplit(base).hostname or "").endswith(".example"):
         return (
