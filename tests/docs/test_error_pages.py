@@ -59,8 +59,8 @@ def test_a_placeholder_is_no_link_and_the_variable_comes_first(monkeypatch: pyte
         "See docs/pages/tutorials/checkpoints.md in the repository. "
         "ZENGINE_DOCS=ADDRESS or FOLDER of the built site makes this a link."
     )
-    monkeypatch.setenv("ZENGINE_DOCS", "/home/me/zstar/.cache/site/")
-    assert where(Page.CHECKPOINTS) == "See /home/me/zstar/.cache/site/tutorials/checkpoints.html"
+    monkeypatch.setenv("ZENGINE_DOCS", "/srv/site/")
+    assert where(Page.CHECKPOINTS) == "See /srv/site/tutorials/checkpoints.html"
 
 
 def test_the_address_and_the_places_are_those_of_the_site() -> None:
