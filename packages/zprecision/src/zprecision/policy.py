@@ -46,6 +46,8 @@ class Precision:
     """Dtypes of training. `Precision()` is the identity: every tensor keeps its dtype.
 
     Invariant: `accumulate` and `master` hold every value of `param` exactly.
+
+    Raises ValueError for dtypes that break it.
     """
 
     # weights, activations and gradients of forward and backward; None: each parameter keeps its own

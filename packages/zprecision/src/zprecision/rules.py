@@ -26,7 +26,10 @@ class StaticScaling:
 
 @attrs.frozen(kw_only=True)
 class DynamicScaling:
-    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2, with hysteresis and a floor)."""
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2, with hysteresis and a floor).
+
+    Raises ValueError if `initial` is below `floor`, or a field is out of its range.
+    """
 
     # the first factor
     initial: float = attrs.field(default=2.0**16, validator=checks.positive)

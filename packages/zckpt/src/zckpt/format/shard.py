@@ -65,6 +65,8 @@ def whole(name: str, tensor: Tensor) -> Shard:
 
     `tensor`: any shape, contiguous; the shard shares its memory, so a load into it fills the tensor.
 
+    Raises CheckpointInputError for a tensor that is not contiguous.
+
     >>> whole("w", torch.zeros(2, 3))
     Shard(name='w', global_shape=(2, 3), box=((0, 2), (0, 3)), span=(0, 6), tensor=tensor([0., 0., 0., 0., 0., 0.]))
     """

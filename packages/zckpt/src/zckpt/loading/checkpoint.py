@@ -139,7 +139,10 @@ class Checkpoint(Described):
         return copy
 
     def tensor(self, name: str, verify: bool = True) -> Tensor:
-        """Return one whole tensor, on the CPU, in its stored dtype and global shape."""
+        """Return one whole tensor, on the CPU, in its stored dtype and global shape.
+
+        Raises CheckpointMismatch if there is none of this name, CheckpointCorrupt if its checksum differs.
+        """
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointMismatch(f"checkpoint {self.path} has no tensor {name!r}")
@@ -171,7 +174,11 @@ class Checkpoint(Described):
 def open_checkpoint(
     path: str | os.PathLike[str], *, tag: str = "", notes: tuple[str, ...] = (), storage: Storage = LOCAL
 ) -> Checkpoint:
-    """Open the checkpoint in this folder; its manifest must hold `tag` (default: the folder's name)."""
+    """Open the checkpoint in this folder; its manifest must hold `tag` (default: the folder's name).
+
+    Raises CheckpointNotFound if there is no checkpoint, CheckpointCorrupt if the tag or the size of a file differs,
+    CheckpointReadError if it cannot be read.
+    """
     folder, storage = resolve_checkpoint(path, storage)
     with as_read_errors(f"opening checkpoint {folder}"):
         found = _read_manifest(storage, folder)

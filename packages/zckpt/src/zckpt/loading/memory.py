@@ -48,7 +48,10 @@ class MemoryCheckpoint(Described):
         step: int,
         peers: Peers = ALONE,
     ) -> MemoryCheckpoint:
-        """Build the checkpoint from the copies of all ranks; every rank calls it."""
+        """Build the checkpoint from the copies of all ranks; every rank calls it.
+
+        Raises CheckpointMismatch on all ranks if the copies are of different saves.
+        """
         vote = Vote(peers, f"opening of the memory copy of {tag!r}", CheckpointReadError)
         mine = {each.name: [dtype_name(each.tensor.dtype), list(each.global_shape)] for each in shards}
         answers = vote.run("comparing", lambda: {"tag": tag, "tensors": mine, "objects": rank_objects})

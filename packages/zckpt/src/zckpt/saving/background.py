@@ -150,6 +150,8 @@ class AsyncSaver:
 
     The background thread communicates through `peers`: nothing else may use them, so pass `group_peers` of a process
     group of its own.
+
+    Raises CheckpointInputError for `when_busy="refuse"` on several ranks.
     """
 
     peers: Peers = ALONE

@@ -66,7 +66,10 @@ def _at_least(low: int) -> Any:
 @final
 @attrs.frozen
 class Best:
-    """Keep the `count` best checkpoints by one metric."""
+    """Keep the `count` best checkpoints by one metric.
+
+    Raises CheckpointInputError for an empty metric or an unknown mode.
+    """
 
     metric: str  # name in objects["metrics"]
     mode: str = attrs.field(default="min")  # "min" | "max": whether low or high is better
@@ -80,7 +83,10 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Best:
-        """ "loss", "loss:min" or "accuracy:max:3", as command lines and config files write it."""
+        """ "loss", "loss:min" or "accuracy:max:3", as command lines and config files write it.
+
+        Raises CheckpointInputError for another form.
+        """
         metric, _, rest = text.partition(":")
         mode, _, count = rest.partition(":")
         if count and not count.isdecimal():

@@ -76,6 +76,8 @@ def strided_group(size: int, group: ProcessGroup | None = None) -> ProcessGroup 
 
     It has one rank of each part of `size` consecutive ranks, at this rank's index in its part.  Returns `group`
     itself for size 1.  Collective and errors as for `consecutive_group`.
+
+    Raises ValueError if `size` does not divide the group.
     """
     _check_divides(size, group)
     if size == 1:

@@ -30,7 +30,10 @@ _DEFAULT_PORT = 29500
 
 @attrs.frozen
 class Launch:
-    """Position of one process in a launch.  Invariant: 0 <= rank < world_size, 0 <= local_rank < local_world_size."""
+    """Position of one process in a launch.  Invariant: 0 <= rank < world_size, 0 <= local_rank < local_world_size.
+
+    Raises ValueError for a rank, a local size or a port out of range.
+    """
 
     rank: int  # of this process
     world_size: int  # number of processes

@@ -47,7 +47,10 @@ class MetricIndex:
 
     @classmethod
     def of(cls, values: Sequence[float] | NDArray[Any], name: str = "metric") -> MetricIndex:
-        """Build the index from the metric of each sample."""
+        """Build the index from the metric of each sample.
+
+        Raises MetricError unless `values` are 1-D, real and finite.
+        """
         array = np.asarray(values)
         if array.ndim != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
             raise MetricError(

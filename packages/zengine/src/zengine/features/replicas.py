@@ -89,7 +89,10 @@ class VerifyReplicas(Feature):
             self.verify(step)
 
     def verify(self, step: int) -> None:
-        """See `step_begin`; `step` is for the message."""
+        """See `step_begin`; `step` is for the message.
+
+        Raises RanksDisagree on all ranks, with the first difference.
+        """
         replicas = {each.key: each for each in _replicas(self.run)}
         hashes = _hashes(list(replicas.values()))
         scalars = _scalars(self.run)

@@ -41,6 +41,8 @@ class HybridEngineRollout(RolloutEngine):
     """Generates with the weights of a hybrid engine.
 
     tokenizer: gives the padding token and the token that ends a sample (`pad_token_id`, `eos_token_id`).
+
+    Raises TypeError for an engine whose config does not enable "hybrid_engine".
     """
 
     name = "hybrid_engine"

@@ -62,7 +62,10 @@ class Rollout:
         return found
 
     def batch(self, pad_token: int = 0, device: torch.device | str = "cpu") -> RolloutBatch:
-        """Return the samples as tensors in DeepSpeed's layout: padding, prompt, sample, padding."""
+        """Return the samples as tensors in DeepSpeed's layout: padding, prompt, sample, padding.
+
+        Raises ValueError without samples.
+        """
         if not self.samples:
             raise ValueError("the rollout has no samples, since this rank gave no prompts: there is no batch of them")
         longest = max(len(sample.prompt) for sample in self.samples)

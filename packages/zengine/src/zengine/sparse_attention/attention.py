@@ -57,6 +57,8 @@ class SparseSelfAttention(nn.Module):
     implementation: "sdpa", or "flex", whose compiled form skips empty blocks; with masks of tokens SDPA runs.
 
     The buffer `master_layout`, (heads, blocks, blocks) int64, is in the state dict, as in DeepSpeed.
+
+    Raises ValueError for an unknown mode or implementation.
     """
 
     master_layout: Tensor
@@ -161,6 +163,8 @@ class BertSparseSelfAttention(nn.Module):
     """Self-attention of BERT by `SparseSelfAttention`: three projections and the layout.
 
     config: of the model, with hidden_size and num_attention_heads.
+
+    Raises ValueError if the heads do not divide the hidden size.
     """
 
     def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None, **options: Any) -> None:

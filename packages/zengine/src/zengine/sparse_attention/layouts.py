@@ -46,6 +46,8 @@ class SparsityConfig:
     """Base of the patterns: `num_heads` heads over blocks of `block` tokens.
 
     different_layout_per_head: heads have layouts of their own, where the pattern has several.
+
+    Raises ValueError for sizes below 1.
     """
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
@@ -95,6 +97,8 @@ class FixedSparsityConfig(SparsityConfig):
 
     horizontal_global_attention: these also attend to everything.  num_different_global_patterns: head h takes the
     blocks before those, (h modulo this) times.
+
+    Raises ValueError for numbers of blocks or patterns that do not divide or fit.
     """
 
     def __init__(
@@ -145,6 +149,8 @@ class VariableSparsityConfig(SparsityConfig):
     """Windows of the sizes of local_window_blocks (the last one repeats), given global blocks and random ones.
 
     global_block_end_indices: with it, global_block_indices are the first blocks of ranges that end before these.
+
+    Raises ValueError for empty windows, or ranges whose ends do not fit.
     """
 
     def __init__(

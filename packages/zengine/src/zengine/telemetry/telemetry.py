@@ -79,6 +79,8 @@ class Telemetry:
         """Return the context manager of a phase (`spans.PHASES`), which is reentrant.
 
         A forward without gradients is validation, not part of a step: its time is excluded everywhere.
+
+        Raises ValueError for another name.
         """
         if name == "forward" and not torch.is_grad_enabled():
             return self.paused()

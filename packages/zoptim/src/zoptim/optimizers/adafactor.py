@@ -155,7 +155,11 @@ class Adafactor(torch.optim.Adafactor):
         self._segments, self._shards = segments, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; its options are checked like the constructor's."""
+        """Add a parameter group; its options are checked like the constructor's.
+
+        Raises ValueError or TypeError for them, and UnsupportedTensorError for complex parameters; the groups are
+        unchanged then.
+        """
         if isinstance(param_group, dict):
             check_adafactor({**self.defaults, **param_group})
         super().add_param_group(param_group)

@@ -76,7 +76,10 @@ class Adagrad(FlatOptimizer):
         super().__init__(params, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, dense or sparse; return the closure's loss, or None."""
+        """Update every parameter that has a gradient, dense or sparse; return the closure's loss, or None.
+
+        Raises UnsupportedTensorError for a sparse gradient with 8-bit states.
+        """
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -261,6 +261,8 @@ class ZeroPolicy:
     states; at stages 1 and 2, P weights, P/W gradients, P/W states; at stage 3, P/W of each, and gathered units.  The
     fields from `unit_numel` on belong to stage 3.  With shard groups smaller than the world, W is their size.
 
+    Raises ValueError for a field out of its range, and for fields that exclude each other; the message names both.
+
     >>> import zpartition
     >>> policy = zpartition.ZeroPolicy(stage=3, offload=zpartition.Offload(states=zpartition.Tier.HOST))
     >>> policy.stage

@@ -21,7 +21,10 @@ from zpartition.pipeline.partition_layers import layer_weights
 
 
 class LayerSpec:
-    """Module to be built later: `LayerSpec(nn.Linear, 8, 8, bias=False)`."""
+    """Module to be built later: `LayerSpec(nn.Linear, 8, 8, bias=False)`.
+
+    Raises TypeError if the first argument is not callable.
+    """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):

@@ -200,7 +200,10 @@ class PipelineModule(nn.Module):
         return value
 
     def forward(self, value: Any, stage: int = -1, around: Around = contextlib.nullcontext) -> Any:
-        """Run one stage, as `run`; without a number the whole model, if one rank holds all stages."""
+        """Run one stage, as `run`; without a number the whole model, if one rank holds all stages.
+
+        Raises PipelineError without a number if other ranks hold stages.
+        """
         if stage >= 0:
             return self.run(stage, value, around)
         if self.pipeline_position.num_ranks > 1:

@@ -105,7 +105,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str = "custom") -> Schedule:
-        """Parse the text form, ignoring blank lines and `#` comments; the schedule is checked."""
+        """Parse the text form, ignoring blank lines and `#` comments; the schedule is checked.
+
+        Raises ScheduleError for a text without actions or a schedule that cannot run.
+        """
         lines = [line.split("#")[0].split() for line in text.splitlines()]
         ranks = tuple(tuple(map(Action.parse, line)) for line in lines if line)
         every = [action for actions in ranks for action in actions]
@@ -230,7 +233,7 @@ def forward_only(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Sc
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
-    """Run all forwards, then all backwards."""
+    """Run all forwards, then all backwards.  Raises ScheduleError for counts below 1."""
     _check_counts(ranks, micro_batches)
     micros = range(micro_batches)
     lists = [
@@ -244,7 +247,10 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """Run forwards until the first backward is due, then alternate; keeps P micro-batches in memory instead of M."""
+    """Run forwards until the first backward is due, then alternate; keeps P micro-batches in memory instead of M.
+
+    Raises ScheduleError for counts below 1.
+    """
     _check_counts(ranks, micro_batches)
     lists = []
     for rank in range(ranks):
@@ -255,7 +261,11 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
-    """Run 1F1B over several stages per rank; divides the bubble by their number and sends more."""
+    """Run 1F1B over several stages per rank; divides the bubble by their number and sends more.
+
+    Raises ScheduleError for counts below 1, or if `ranks` does not divide `micro_batches`. Narayanan et al. 2021,
+    section 2.2.
+    """
     _check_counts(ranks, micro_batches)
     if stages_per_rank < 1 or (micro_batches % ranks and stages_per_rank > 1):
         raise ScheduleError(
@@ -282,7 +292,10 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
 
 
 def zero_bubble(ranks: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with weight gradients delayed by `rank` micro-batches, so that they fill the bubble at the end."""
+    """ZB-H1: 1F1B with weight gradients delayed by `rank` micro-batches, so that they fill the bubble at the end.
+
+    Raises ScheduleError for counts below 1. Qi et al. 2023.
+    """
     _check_counts(ranks, micro_batches)
     lists = []
     for rank in range(ranks):

@@ -176,7 +176,10 @@ class Rounds:
     # -- a step ----------------------------------------------------------------------------------
 
     def step_end(self, step: int) -> bool:
-        """Begin and end the exchanges that are due after `step` steps; return whether weights have changed."""
+        """Begin and end the exchanges that are due after `step` steps; return whether weights have changed.
+
+        Raises ValueError if parameters were unfrozen since the rounds began.
+        """
         if len(self.partition.params) != self._num_params:
             raise ValueError(
                 "parameters were unfrozen after the rounds of local steps began, which do not exchange them: "

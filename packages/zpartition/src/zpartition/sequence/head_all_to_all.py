@@ -108,7 +108,8 @@ def to_heads(
 ) -> list[Tensor]:
     """Return all tokens of this rank's heads, from all heads of its tokens; `ranges` for each of the tensors.
 
-    Collective of the group.  Every rank has equally many tokens.
+    tensors: of one dtype, with any dims besides the two of `dims`; `tokens` of them here, `group * tokens` in the
+    result.  Collective of the group.  Every rank has equally many tokens.
     """
     pieces = [
         [tensor.narrow(dims.heads, found[to].start, len(found[to])) for tensor, found in zip(tensors, ranges)]

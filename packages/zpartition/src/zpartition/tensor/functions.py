@@ -123,7 +123,7 @@ class _Join(Function):
 
 
 def copy(x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
-    """Return `x`, equal on all ranks; its gradient is the sum of theirs."""
+    """Return `x` (any shape), equal on all ranks; its gradient is the sum of theirs."""
     copied: Tensor = _apply(_Copy, x, mp_group)
     return copied
 
@@ -135,7 +135,7 @@ def copy_all(tensors: Sequence[Tensor], mp_group: ModelParallelGroup) -> tuple[T
 
 
 def reduce(x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
-    """Return the sum of the ranks' `x`, which must be contiguous and is overwritten."""
+    """Return the sum of the ranks' `x` (any shape), which must be contiguous and is overwritten."""
     reduced: Tensor = _apply(_Reduce, x, mp_group)
     return reduced
 
@@ -161,19 +161,19 @@ def slice_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
 
 
 def join_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
-    """Join the ranks' tokens, for replicated computation."""
+    """Join the ranks' tokens, equally many in `dim`, for replicated computation."""
     joined: Tensor = _apply(_Join, x, mp_group, dim, (x.shape[dim],) * mp_group.size)
     return joined
 
 
 def slice_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
-    """Return this rank's part of the last dim of an `x` that every rank has; `sizes` of all ranks' parts."""
+    """Return this rank's (..., sizes[rank]) of an `x` (..., sum(sizes)) that every rank has."""
     part: Tensor = _apply(_Slice, x, mp_group, x.dim() - 1, sizes)
     return part
 
 
 def join_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
-    """Join the ranks' parts of the last dim, for replicated computation."""
+    """Join the ranks' parts (..., sizes[rank]) to (..., sum(sizes)), for replicated computation."""
     joined: Tensor = _apply(_Join, x, mp_group, x.dim() - 1, sizes)
     return joined
 

@@ -293,13 +293,16 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
-    """Set the reduced gradient from a full `value`, equal on all ranks.  Raises ValueError without a gradient."""
+    """Set the reduced gradient from a full `value` of the parameter's shape, equal on all ranks.
+
+    Raises ValueError without a gradient.
+    """
     place = _ParamAccess.of(param)
     place.write_gradient(place.part_of(value))
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
-    """Set one optimizer state from a full `value`, equal on all ranks."""
+    """Set one optimizer state from a full `value` of the parameter's shape, equal on all ranks."""
     place = _ParamAccess.of(param)
     place.write_state(key, place.part_of(value))
 

@@ -45,7 +45,10 @@ def from_blocks(
 
 
 def to_blocks(quantized: QuantizedTensor) -> Tensor:
-    """Return the blocks of a tensor in Q8_0, Q4_0, Q4_K or Q6_K, 1-D uint8, as a GGUF file has them."""
+    """Return the blocks of a tensor in Q8_0, Q4_0, Q4_K or Q6_K, 1-D uint8, as a GGUF file has them.
+
+    Raises ValueError for another format.
+    """
     format, unit = quantized.format, unit_of(quantized.format)
     _block_bytes(format)
     num_blocks = -(-quantized.shape[-1] // unit)

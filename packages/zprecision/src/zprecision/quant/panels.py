@@ -125,7 +125,7 @@ def product_format(format: Format) -> Integers | None:
 
 
 def pack(quantized: QuantizedTensor) -> PackedTensor | QuantizedTensor:
-    """Return a matrix in the order of the kernels; a format without integer kernels is returned as it is.
+    """Return a matrix (rows, columns) in the order of the kernels; other formats are returned as they are.
 
     So is a matrix on a CUDA device with kernels: these read the rows of a `QuantizedTensor`.
 

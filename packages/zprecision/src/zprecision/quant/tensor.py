@@ -197,7 +197,7 @@ def write_header(format: Format, shape: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def read_header(state: Mapping[str, Tensor]) -> tuple[Format, tuple[int, ...], torch.dtype]:
-    """Return what `write_header` wrote.  Raises ValueError for anything else."""
+    """Return what `write_header` wrote: `state["header"]` is 1-D uint8.  Raises ValueError for anything else."""
     text = state.get("header")
     if text is None or text.dtype != torch.uint8 or text.dim() != 1 or text.numel() > _MOST_HEADER_BYTES:
         raise ValueError(f"no quantized tensor: it has no 'header' of uint8, only {sorted(state)}")

@@ -30,7 +30,7 @@ from zengine.data.order.uneven import UnevenStep
 
 @attrs.frozen(kw_only=True)
 class LoaderFactory:
-    """Settings shared by all loaders of a rank."""
+    """Settings shared by all loaders of a rank.  Raises ValueError for a rank outside of the world."""
 
     micro_batch_size: int  # samples of this rank in a micro-step
     rank: int = 0  # among the ranks that share the data

@@ -45,6 +45,8 @@ class Order:
     """Order of samples for every rank of one world.
 
     Invariant: at least one whole micro-batch of the world fits into the dataset.
+
+    Raises ValueError otherwise, and for a seed of 2**64 or more.
     """
 
     num_samples: int = attrs.field(validator=_at_least(0))  # in the dataset

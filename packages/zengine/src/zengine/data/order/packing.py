@@ -34,7 +34,7 @@ class PickingOrder(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class Packing:
-    """Limits of a micro-batch."""
+    """Limits of a micro-batch.  Raises ValueError for limits below 1 or in the wrong order."""
 
     max_tokens: int  # of all samples of a micro-batch; longer samples are dropped
     min_batch_size: int = 1  # samples; a smaller micro-batch is dropped

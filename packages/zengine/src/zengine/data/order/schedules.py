@@ -31,7 +31,10 @@ class Schedule(Protocol):
 @final
 @attrs.frozen(kw_only=True)
 class FixedRoot:
-    """d = floor((t/T)^(1/r) * (high - low) + low), down to a multiple, at most `high`; r = 1 is fixed_linear."""
+    """d = floor((t/T)^(1/r) * (high - low) + low), down to a multiple, at most `high`; r = 1 is fixed_linear.
+
+    Raises ValueError for a field out of its range.
+    """
 
     low: int  # at step 0
     high: int  # at the end
@@ -58,7 +61,10 @@ class FixedRoot:
 @final
 @attrs.frozen(kw_only=True)
 class FixedDiscrete:
-    """`difficulties[i]` up to and including step `until[i]`, then the last one."""
+    """`difficulties[i]` up to and including step `until[i]`, then the last one.
+
+    Raises ValueError if the numbers of both do not fit or do not increase.
+    """
 
     difficulties: tuple[int, ...]
     until: tuple[int, ...]  # one less than difficulties, increasing

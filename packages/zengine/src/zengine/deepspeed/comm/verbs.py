@@ -143,7 +143,7 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Sum `tensor` over the ranks; `output_tensor` receives this rank's slice along the first dim."""
+    """Sum `tensor` (ranks * n, ...) over the ranks; `output_tensor` (n, ...) receives this rank's slice."""
     if op in _OPS and tensor.is_contiguous() and output_tensor.is_contiguous():
         source = tensor.reshape(-1).clone()  # zcomm leaves the other slices undefined
         return _finish(
@@ -179,7 +179,7 @@ def all_gather_into_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather every rank's `tensor` into `output_tensor`, concatenated in rank order."""
+    """Gather every rank's `tensor` (n, ...) into `output_tensor` (ranks * n, ...), in rank order."""
     if tensor.is_contiguous() and output_tensor.is_contiguous():
         handle = zcomm.all_gather(
             output_tensor.view(-1), tensor.view(-1), group, async_op=True, label="all_gather_into_tensor"
@@ -249,7 +249,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Send slice r of `tensor` to rank r; slice r of `output` comes from rank r."""
+    """Send slice r (of the first dim) of `tensor` to rank r; slice r of `output` comes from rank r."""
     received = None if output_split_sizes is None else list(output_split_sizes)
     sent = None if input_split_sizes is None else list(input_split_sizes)
     zcomm.launching("all_to_all_single", group)

@@ -10,7 +10,10 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(DeepSpeedAdam):
-    """AdamW, or Adam with `adam_w_mode=False`.  `set_grad_none` has no effect."""
+    """AdamW, or Adam with `adam_w_mode=False`.  `set_grad_none` has no effect.
+
+    Raises RuntimeError for `amsgrad=True`, as DeepSpeed's does.
+    """
 
     def __init__(
         self,

@@ -48,7 +48,10 @@ class ResponseTokenBatch:
         )
 
     def select_causal_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits, (samples, time, vocabulary), of the columns that have a target."""
+        """Return the logits, (samples, time, vocabulary), of the columns that have a target.
+
+        Raises ValueError for another shape.
+        """
         if logits.dim() != 3 or logits.shape[:2] != self.input_ids.shape:
             raise ValueError(
                 f"logits must be (samples, time, vocabulary) with {tuple(self.input_ids.shape)} in front; their "
