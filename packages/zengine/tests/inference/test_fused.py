@@ -210,6 +210,14 @@ def test_without_kernels_torch_decodes() -> None:
     assert torch.equal(found[0], found[1])
 
 
+@needs_kernels
+def test_a_decoder_of_which_nothing_is_fused_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert steps_of(make(Form(), torch.float64)).fused.fused == ()
+    assert caplog.text.count("no part of the decoder is fused, so torch decodes") == 1
+    assert "the model computes in float64" in caplog.text
+
+
 class Doubling(nn.Module):
     """An MLP of another kind."""
 

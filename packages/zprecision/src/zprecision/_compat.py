@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,14 @@ from torch.nn.modules.batchnorm import _NormBase as RunningNorm
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-__all__ = ["RunningNorm", "has_scaled_matmul", "scaled_matmul", "spectral_vectors", "unsaved_buffers"]
+__all__ = [
+    "RunningNorm",
+    "has_plain_memory",
+    "has_scaled_matmul",
+    "scaled_matmul",
+    "spectral_vectors",
+    "unsaved_buffers",
+]
 
 _OLDEST_CAPABILITY = (8, 9)  # NVIDIA GPUs with 8-bit float matrix units: Ada, Hopper and later
 
@@ -43,3 +51,22 @@ def scaled_matmul(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dt
     """
     product: Tensor = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
     return product
+
+
+def has_plain_memory(kind: type[torch.Tensor]) -> bool:
+    """Return whether tensors of a class are memory and no more.
+
+    A subclass that takes over torch's functions or operators (DTensor) may have no address.  One of Parameter that
+    takes over neither only adds attributes, as the marked parameters of ZeRO stage 3.
+    """
+    return kind in (torch.Tensor, torch.nn.Parameter) or _only_adds_attributes(kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _only_adds_attributes(kind: type[torch.Tensor]) -> bool:
+    own = torch.nn.Parameter
+    return (
+        issubclass(kind, own)
+        and kind.__torch_function__ is own.__torch_function__
+        and kind.__torch_dispatch__ is own.__torch_dispatch__
+    )

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zprecision as zp
 from zprecision.backends import native, squares
@@ -81,6 +83,34 @@ def test_a_missing_extension_is_the_reason_and_torch_serves() -> None:
 def test_a_checkout_rejects_an_extension_that_is_older_than_its_sources() -> None:
     with pytest.raises(ImportError, match=r"built from other sources .* Run python3 tools/dev\.py build"):
         native._check_current("0" * 16)
+
+
+def test_memory_is_plain_unless_a_class_takes_over_functions_or_operators() -> None:
+    class Marked(nn.Parameter):
+        @property
+        def number(self) -> int:
+            return 3
+
+    class Functions(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Operators(nn.Parameter):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Other(torch.Tensor): ...
+
+    param = nn.Parameter(torch.ones(3))
+    assert native.is_addressable(param)
+    assert native.is_addressable(torch.ones(3))
+    assert not native.is_addressable(torch.ones(3, device="meta"))
+    for kind, is_plain in ((Marked, True), (Functions, False), (Operators, False), (Other, False)):
+        param.__class__ = kind if issubclass(kind, nn.Parameter) else param.__class__
+        found = param if isinstance(param, kind) else torch.ones(3).as_subclass(kind)
+        assert native.is_addressable(found) is is_plain, kind
 
 
 def test_squares_of_other_devices_and_dtypes_are_left_to_torch() -> None:

@@ -5,7 +5,8 @@ Problem.  A step of decoding reads each weight once and does little with it, so 
 
 Design.  `Fusion.make` translates every block that zprecision's kernels can run, and gives a reason for every other;
 blocks that follow each other are one call, and the last call computes the logits, too.  Weights are those of the
-decoder, read in place: changed values show at once, and new memory of a parameter makes a new translation.
+decoder, read in place: changed values show at once, and new memory of a parameter makes a new translation.  A decoder
+on a CPU of which nothing is fused is logged once, with the reason: it is several times slower.
 
 Rejected: all or nothing (one block with experts would slow down the whole model); a copy of the weights in an order
 of our own (twice the memory; packed weights have that order already).
@@ -14,6 +15,7 @@ of our own (twice the memory; packed weights have that order already).
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
@@ -42,6 +44,8 @@ from zengine.inference.structure import (
 from zprecision import decoding
 
 __all__ = ["Fusion", "FusionReport"]
+
+log = logging.getLogger("zengine")
 
 Tables = Mapping[int, tuple[Tensor, Tensor]]  # by the identity of their maker
 
@@ -129,6 +133,8 @@ class Fusion:
                 width=decoder.embedding.tokens.shape[1],
                 capacity=cache.capacity,
             )
+        elif decoder.embedding.tokens.device.type == "cpu":
+            _log_once(next(iter(reasons.values())))
         parts = _parts(len(decoder.blocks), tuple(made), with_head=HEAD not in reasons)
         return cls(FusionReport(fused=fused, reasons=reasons), parts, kernels, decoder.head.projection.ranks)
 
@@ -162,6 +168,11 @@ def _parts(num_blocks: int, fused: Sequence[int], *, with_head: bool) -> tuple[P
     elif with_head:
         parts.append(Part(blocks=range(num_blocks, num_blocks), fused=range(done, done), with_head=True))
     return tuple(parts)
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    log.warning("no part of the decoder is fused, so torch decodes, one sequence after the other: %s", reason)
 
 
 # -- translation -----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 import torch
 
+from zprecision._compat import has_plain_memory
 from zprecision.backends.gpu import launch
 from zprecision.backends.sources import source_hash
 
@@ -120,8 +121,8 @@ def reason_without() -> str | None:
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
-    """Return whether C may read the tensor: on a CPU, and of no subclass (DTensor), which may have no address."""
-    return tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    """Return whether C may read the tensor: on a CPU, and of no class (DTensor) that may have no address."""
+    return tensor.device.type == "cpu" and has_plain_memory(type(tensor))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from zprecision._compat import has_plain_memory
 from zprecision.backends.gpu import compiler
 
 __all__ = [
@@ -103,7 +104,7 @@ def launcher_of(*tensors: Tensor | None) -> Launcher | None:
     """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
-    is_plain = all(type(each) in (Tensor, torch.nn.Parameter) and each.device == device for each in given)
+    is_plain = all(has_plain_memory(type(each)) and each.device == device for each in given)
     return _launcher(device) if is_plain and has_gpu_kernels(device) else None
 
 
