@@ -192,12 +192,12 @@ def test_dense_sizes_are_those_of_the_computed_weights(format: str) -> None:
     if format:
         quantize_base(model, format, ["0", "2"])
     add_lora(model, LoRAConfig(lora_r=2, target_mods=["0", "1"]))
-    dense = [each for layer in model if (each := computed_weight(layer)) is not None]
+    dense = [each for layer in model if (each := computed_weight(layer, torch.float32)) is not None]
     found = dense_sizes(model)
     assert len(dense) == (3 if format else 2)
     assert found.total == sum(each.nbytes for each in dense)
     assert found.largest == 64 * 128 * 4
     assert found.scratch == 64 * 128 * 8 + (found.largest if format else 0)
-    layers = [layer for layer in model if computed_weight(layer) is not None]
+    layers = [layer for layer in model if computed_weight(layer, torch.float32) is not None]
     assert found.sources == sum(param.nbytes for each in layers for param in each.parameters() if param.dim() > 1)
     assert dense_sizes(nn.Linear(4, 4)).total == 0

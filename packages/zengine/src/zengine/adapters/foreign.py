@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zengine.adapters.update import Adapted, Update
 
-__all__ = ["adapted", "is_switchable", "parts_of_adapters"]
+__all__ = ["adapted", "base_of", "is_switchable", "parts_of_adapters"]
 
 _LAYERS, _MODULES = "peft.tuners.lora.layer", "peft.tuners.tuners_utils"
 
@@ -28,7 +28,7 @@ class PeftLinear:
 
     def base_weight(self) -> Tensor:
         """Return the base's weight, (out, in)."""
-        base = self.layer.get_base_layer()
+        base = base_of(self.layer)
         own = getattr(base, "base_weight", None)  # of a quantized layer
         weight: Tensor = base.weight if own is None else own()
         return weight if own is not None or isinstance(base, nn.Linear) else weight.t()
@@ -84,9 +84,14 @@ def adapted(module: nn.Module) -> Adapted | None:
     peft = sys.modules.get(_LAYERS)
     if peft is None or not isinstance(module, peft.LoraLayer):
         return None
-    base = module.get_base_layer()
+    base = base_of(module)
     is_linear = isinstance(base, nn.Linear) or hasattr(base, "nf") or hasattr(base, "base_weight")
     return PeftLinear(module, not module.disable_adapters) if is_linear else None
+
+
+def base_of(layer: Any) -> Any:
+    """Return the layer below an adapter of PEFT; other layers are their own base."""
+    return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
 
 
 def is_switchable(module: nn.Module) -> bool:

@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
-from zengine.adapters.foreign import adapted, is_switchable
+from zengine.adapters.foreign import adapted, base_of, is_switchable
 from zengine.adapters.lora import LoRALinear, replace_layer
 from zengine.adapters.quantized_base import QuantizedBase
 from zengine.adapters.update import Adapted, merge, merge_scratch_bytes
@@ -39,8 +40,8 @@ __all__ = [
 def merged_weight(layer: nn.Module) -> Tensor:
     """Return the weight that a layer with adapters computes with, (out, in): base + updates, rounded once.
 
-    New memory, in the dtype of the base (a quantized one: of the weight before); the base is not changed.  Where the
-    layer is sharded, a collective.  Raises ValueError for a layer without adapters.
+    New memory, in the dtype of the base (a quantized one: of its adapter); the base is not changed.  Where the layer is
+    sharded, a collective.  Raises ValueError for a layer without adapters.
     """
     found = adapted(layer)
     if found is None:
@@ -48,12 +49,16 @@ def merged_weight(layer: nn.Module) -> Tensor:
     return _merged(layer, found)
 
 
-def computed_weight(layer: nn.Module) -> Tensor | None:
-    """Return the dense weight, (out, in), of a layer with adapters or a quantized base; None for other layers."""
+def computed_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """Return the dense weight, (out, in), of a layer with adapters or a quantized base; None for other layers.
+
+    dtype: of what the layer multiplies, and so of a quantized base; a plain base keeps its own.
+    """
     if isinstance(layer, QuantizedBase) and not isinstance(layer, Adapted):
         with _whole(layer):
-            return layer.base_weight()
-    return None if adapted(layer) is None else merged_weight(layer)
+            return layer.base_weight(dtype)
+    found = adapted(layer)
+    return None if found is None else _merged(layer, found, dtype)
 
 
 @attrs.frozen(kw_only=True)
@@ -68,6 +73,8 @@ class DenseSizes:
 
 def dense_sizes(module: nn.Module) -> DenseSizes:
     """Return the bytes of dense weights of all layers with adapters or quantized bases; also on the meta device."""
+    floating = (param.dtype for param in module.parameters() if param.is_floating_point())
+    dtype = next(floating, torch.float32)  # of activations, and so of what is made of codes
     total = largest = scratch = sources = 0
     below: set[int] = set()  # layers of PEFT contain their base
     for layer in module.modules():
@@ -76,10 +83,10 @@ def dense_sizes(module: nn.Module) -> DenseSizes:
             continue
         below |= set(map(id, layer.modules()))
         own: Any = layer
-        base = own.get_base_layer() if hasattr(layer, "get_base_layer") else own
+        base = base_of(own)
         is_coded = isinstance(base, QuantizedBase)
         numel = base.out_features * base.in_features if is_coded else base.weight.numel()
-        size = numel * (base.dtype if is_coded else base.weight.dtype).itemsize
+        size = numel * (dtype if is_coded else base.weight.dtype).itemsize
         total, largest = total + size, max(largest, size)
         scratch = max(scratch, (merge_scratch_bytes(numel) + size * is_coded) * is_adapted)
         sources += sum(param.nbytes for param in layer.parameters() if param.dim() > 1)
@@ -145,9 +152,12 @@ def merge_lora(module: nn.Module, *, dequantize: bool = False) -> list[str]:
     return [name for name, _ in found]
 
 
-def _merged(layer: nn.Module, view: Adapted) -> Tensor:
+def _merged(layer: nn.Module, view: Adapted, dtype: torch.dtype | None = None) -> Tensor:
+    """dtype: of a quantized base; None: that of its adapter."""
+    base = base_of(layer)
     with _whole(layer):
-        return merge(view.base_weight(), view.updates())
+        weight = base.base_weight(dtype) if isinstance(base, QuantizedBase) else view.base_weight()
+        return merge(weight, view.updates())
 
 
 def _whole(layer: nn.Module) -> AbstractContextManager[None]:

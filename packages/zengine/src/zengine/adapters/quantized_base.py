@@ -34,6 +34,11 @@ __all__ = ["QuantizedBase", "QuantizedLoRALinear", "quantize_base"]
 
 
 _DECODED_NUMEL = 2**22  # elements that are dequantized at a time
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x (..., in), matrix (in, out), bias (out,)
+
+
+def _product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, matrix.t(), bias)
 
 
 class CodeParameter(Parameter):
@@ -69,14 +74,17 @@ class QuantizedBase(nn.Module):
         """x: (..., in_features).  Returns (..., out_features) in the dtype of x."""
         return self.base(x)
 
-    def base(self, x: Tensor) -> Tensor:
-        """Compute the layer without an adapter."""
-        y: Tensor = _DequantizedProduct.apply(x, self.bias, self._decode, *self._parts())  # type: ignore[no-untyped-call]
+    def base(self, x: Tensor, multiply: Product = _product) -> Tensor:
+        """Compute the layer without an adapter.
+
+        multiply: computes the product of the forward, and that of the gradient of x.
+        """
+        y: Tensor = _DequantizedProduct.apply(x, self.bias, self._decode, multiply, *self._parts())  # type: ignore[no-untyped-call]
         return y
 
-    def base_weight(self) -> Tensor:
-        """Return the dequantized weight, (out, in), in the dtype that it had."""
-        return self._decode(self.dtype, *self._parts())
+    def base_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the dequantized weight, (out, in), in the dtype of what it multiplies; by default as it had."""
+        return self._decode(dtype or self.dtype, *self._parts())
 
     def with_lora(self, rank: int, alpha: float, *, dropout: float = 0.0) -> QuantizedLoRALinear:
         """Return a layer with the same parameters and an adapter in the dtype of the weight before."""
@@ -123,7 +131,11 @@ class QuantizedLoRALinear(LoRALinear, QuantizedBase):
         self._add_update(rank, alpha, dropout, torch.empty(0, dtype=layer.dtype, device=codes.device))
         self.train(layer.training)
 
-    base, base_weight = QuantizedBase.base, QuantizedBase.base_weight
+    base = QuantizedBase.base
+
+    def base_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the dequantized weight, (out, in), by default in the dtype of the adapter."""
+        return QuantizedBase.base_weight(self, dtype or self.lora_A.dtype)
 
     def plain_layer(self, weight: Tensor) -> nn.Module:
         """Return an nn.Linear with the weight, (out, in), and the same bias."""
@@ -141,18 +153,25 @@ class _DequantizedProduct(torch.autograd.Function):
     """x @ W.T + bias, where W exists during a product only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, decode: Callable[..., Tensor], *parts: Tensor) -> Tensor:
-        ctx.decode = decode
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        decode: Callable[..., Tensor],
+        multiply: Product,
+        *parts: Tensor,
+    ) -> Tensor:
+        ctx.decode, ctx.multiply = decode, multiply
         ctx.save_for_backward(*parts)
-        return F.linear(x, decode(x.dtype, *parts), bias)
+        return multiply(x, decode(x.dtype, *parts).t(), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         parts = ctx.saved_tensors
-        dx = dy @ ctx.decode(dy.dtype, *parts) if ctx.needs_input_grad[0] else None
+        dx = ctx.multiply(dy, ctx.decode(dy.dtype, *parts), None) if ctx.needs_input_grad[0] else None
         summed = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return (dx, summed, None, *(None for _ in parts))
+        return (dx, summed, None, None, *(None for _ in parts))
 
 
 @torch.no_grad()

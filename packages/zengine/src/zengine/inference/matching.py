@@ -117,7 +117,7 @@ def projection(call: Call) -> Projection | None:
     if isinstance(call.module, tensor.SplitLayer):
         return _split_projection(call.name, call.module)
     weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
-    if (dense := computed_weight(call.module)) is not None:
+    if (dense := computed_weight(call.module, call.input.dtype)) is not None:
         return Projection(call.name, dense, bias if isinstance(bias, Tensor) else None)
     if isinstance(call.module, QuantizedLinear):
         return Projection(call.name, call.module.weight, call.module.bias)

@@ -274,7 +274,7 @@ def _present_weight(
     Of a layer with adapters, base and update are merged anew.
     """
     held = projection.weight
-    if isinstance(layer, nn.Module) and (dense := computed_weight(layer)) is not None:
+    if isinstance(layer, nn.Module) and (dense := computed_weight(layer, held.dtype)) is not None:
         return dense
     if isinstance(layer, QuantizedLinear):
         return layer.weight

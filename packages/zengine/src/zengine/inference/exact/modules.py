@@ -18,10 +18,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from zengine.adapters.foreign import adapted
+from zengine.adapters.foreign import adapted, base_of
+from zengine.adapters.quantized_base import QuantizedBase
 from zengine.adapters.update import Adapted
 from zengine.inference.exact.blocks import run_mixture
-from zengine.inference.exact.operators import linear, normalize_with
+from zengine.inference.exact.operators import by_rows, linear, normalize_with
 from zengine.inference.exact.products import Products
 from zengine.inference.structure import Mixture, Norm, Projection
 
@@ -182,6 +183,9 @@ class ModuleParts:
         if (layer := adapted(module)) is not None:
             self.replaced.replace(module, functools.partial(self._with_adapters, module, layer))
             return
+        if isinstance(module, QuantizedBase):
+            self.replaced.replace(module, functools.partial(self._quantized, module))
+            return
         held: Tensor = module.weight  # type: ignore[assignment]
         assert isinstance(projection.weight, Tensor)
         is_transposed = projection.weight is not held and (
@@ -196,11 +200,23 @@ class ModuleParts:
 
     def _with_adapters(self, module: nn.Module, layer: Adapted, x: Tensor) -> Tensor:
         """Compute base + scale * (x A') B', as the layer does: the weight and the update are not added."""
-        y = linear(self.products, x, layer.base_weight(), _bias_of(module))
+        base = base_of(module)
+        if isinstance(base, QuantizedBase):
+            y = self._quantized(base, x)
+        else:
+            y = linear(self.products, x, layer.base_weight(), _bias_of(module))
         for update in layer.updates():
             low = linear(self.products, x.to(update.down.dtype), update.down)
             y = (y + linear(self.products, low, update.up) * update.scale).to(y.dtype)
         return y
+
+    def _quantized(self, base: QuantizedBase, x: Tensor) -> Tensor:
+        """Compute a quantized base; a gradient keeps its codes, as the layer's own forward does."""
+
+        def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+            return self.products.of_rows(rows.contiguous(), matrix, bias)
+
+        return by_rows(x, lambda rows: base.base(rows, multiply))
 
     def add_norm(self, norm: Norm) -> None:
         """Replace the forward of a norm."""

@@ -9,6 +9,7 @@ otherwise.  So tensors are cut where every part is made of whole vectors.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from zengine.inference.exact.products import Products, pad_rows
 from zengine.inference.structure import Norm, Unary
 
-__all__ = ["activate", "linear", "normalize", "normalize_with"]
+__all__ = ["activate", "by_rows", "linear", "normalize", "normalize_with"]
 
 _VECTORS = 64  # elements: twice the longest vector, which is what torch's loops take at once
 _GRAIN = 32768  # elements for each thread, at least, in most loops of torch
@@ -49,9 +50,14 @@ def linear(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None = 
 
     x: (..., in); weight: (out, in) of any strides; bias: (out,).
     """
+    return by_rows(x, lambda rows: _Linear.apply(rows, weight, bias, products))  # type: ignore[no-untyped-call]
+
+
+def by_rows(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return (..., out): `multiply` of the rows of x, (..., in), contiguous and a multiple of 16."""
     rows = x.reshape(-1, x.shape[-1])
-    out = _Linear.apply(pad_rows(rows).contiguous(), weight, bias, products)  # type: ignore[no-untyped-call]
-    return out[: rows.shape[0]].view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+    out = multiply(pad_rows(rows).contiguous())
+    return out[: rows.shape[0]].view(*x.shape[:-1], out.shape[-1])
 
 
 def normalize(norm: Norm, x: Tensor) -> Tensor:
