@@ -169,6 +169,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         if config is not None:
             self._rollouts.config = config
         self.clock.require_open("rollout")
+        self._log_compiled()
         return self._rollouts.rollout(prompts, n=n, sampling=sampling, seeds=seeds, seed=seed)
 
     def begin_rollout(
@@ -186,6 +187,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         `pending_rollout` goes on with the bits of a run that never stopped.  Arguments and errors as of `rollout`.
         """
         self.clock.require_open("begin_rollout")
+        self._log_compiled()
         found = self._rollouts.begin(prompts, n=n, sampling=sampling, seeds=seeds, seed=seed)
         self._pending.pending = found
         return found
@@ -255,6 +257,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 return make(**given)
             return fused_generate(path, self.module, given, make)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile as `DeepSpeedEngine.compile`; while rollouts are exact, training computes without it."""
+        with self._rollouts.weights.exact_lifted():
+            super().compile(*args, **kwargs)
+
     def close(self) -> None:
         """Give the module its own `generate` back, and close the engine."""
         ModuleGenerate.detach(self, self.module)
@@ -279,6 +286,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             for rank, each in enumerate(self.parts.exchange(problem)):
                 if each:
                     raise RuntimeError(f"rank {rank}: {each}")
+
+    def _log_compiled(self) -> None:
+        if self.is_compiled and self._rollouts.config.exact:
+            self._log_once("computes without compile() while rollouts are exact: graphs add up in another order")
 
     def _log_once(self, what: str) -> None:
         if what not in self._told and self.parts.world.rank == 0:

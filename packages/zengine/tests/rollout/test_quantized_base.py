@@ -1,4 +1,4 @@
-"""Rollouts over a base of 4 or 8 bits with adapters (QLoRA), whose weights were float32 before they were quantized."""
+"""Rollouts over a base of 4 or 8 bits with adapters (QLoRA), whose weights were float32 before."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ __all__ = [
 def merged_weight(layer: nn.Module) -> Tensor:
     """Return the weight that a layer with adapters computes with, (out, in): base + updates, rounded once.
 
-    New memory, in the dtype of the base (a quantized one: of its adapter); the base is not changed.  Where the layer is
-    sharded, a collective.  Raises ValueError for a layer without adapters.
+    New memory, in the dtype of the base (a quantized one: of its adapter); the base is not changed.  Where the layer
+    is sharded, a collective.  Raises ValueError for a layer without adapters.
     """
     found = adapted(layer)
     if found is None:

@@ -7,14 +7,16 @@ what came out.  Tensors are copied, since models may add residuals in place.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Call", "observe", "tensors_in"]
+__all__ = ["Call", "observe", "tensors_in", "uncompiled"]
 
 
 @attrs.frozen(eq=False)
@@ -65,12 +67,19 @@ def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Call], Tenso
             handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
             handles.append(module.register_forward_hook(end(name), with_kwargs=True))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled():  # hooks inside a graph would be traced
             result = next(tensors_in(run()))
     finally:
         for handle in handles:
             handle.remove()
     return sorted((call for call in calls if call.outputs), key=lambda call: call.order), result
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Run functions of torch.compile as plain Python inside the block; free while nothing is compiled."""
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
+from zengine.inference.observe import uncompiled
 from zengine.inference.quantized import projections
 from zengine.inference.recognize import NotRecognized, fitting, learnt_positions, run_module
 from zengine.inference.structure import Decoder
@@ -85,7 +86,7 @@ def _logits(
 
     def attempt(count: int) -> tuple[Tensor, Tensor]:
         ids = torch.randint(0, vocabulary, (1, count), generator=torch.Generator().manual_seed(seed)).to(device)
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled():  # no graph for these lengths alone
             return ids, run(model, ids)[0].double()
 
     most = min(num_tokens, decoder.max_positions or num_tokens, learnt_positions(model) or num_tokens)

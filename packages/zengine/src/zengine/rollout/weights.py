@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import final
 
 import attrs
@@ -265,6 +265,10 @@ class Weights:
         if self.exact is not None:
             self.exact.close()
             self.exact = None
+
+    def exact_lifted(self) -> AbstractContextManager[None]:
+        """Take exact forwards off inside the block, so that other code replaces the module's own."""
+        return nullcontext() if self.exact is None else self.exact.parts.replaced.lifted()
 
     def empty_cache(self, decoder: Decoder, num_slots: int) -> KVCache:
         """Return a cache with at least `num_slots` slots, all empty."""

@@ -14,6 +14,9 @@ What is put on the module: the `forward` of each block, of its projections and n
 head, and of the module itself, which notes the padding of a batch.  All else (embedding, loss, outputs) is the
 module's own code.
 
+torch.compile stays on the module, below the exact forwards, and has no effect until `close`: its graphs would add up
+in another order.
+
 Dropout is rejected, since generation has none.  Positions count from the first token that the attention mask shows:
 with rotary positions that is what the module computes, since only distances matter; learnt positions are looked up by
 the module, so a batch with padding on the left needs `position_ids`, as without exact.
@@ -41,7 +44,7 @@ from zengine.inference.exact.choices import NotExact, exact_decoder
 from zengine.inference.exact.modules import ModuleParts, check_dtype, evaluating, perturbed
 from zengine.inference.exact.products import Products
 from zengine.inference.exact.steps import ExactPass
-from zengine.inference.observe import tensors_in
+from zengine.inference.observe import tensors_in, uncompiled
 from zengine.inference.recognize import fitting, recognize, run_module
 from zengine.inference.structure import Block, Decoder, Mixture, Norm
 
@@ -96,7 +99,7 @@ class ExactForward:
         computed exactly or if results differ, ValueError for other dtypes and for dropout.
         """
         check_dtype(module)
-        with evaluating(module), perturbed(module):
+        with evaluating(module), perturbed(module), uncompiled():
             decoder = recognize(module, run)
             decoder, head_rule, returns = exact_decoder(module, decoder, run)
             exact = cls(decoder, head_rule, ModuleParts(module, Products()))
@@ -163,7 +166,8 @@ class ExactForward:
                 given = {**bound, **bound.get("kwargs", {})}
             before, self.shift = self.shift, _shift_of(given)
             try:
-                return forward(*args, **kwargs)
+                with uncompiled():
+                    return forward(*args, **kwargs)
             finally:
                 self.shift = before
 

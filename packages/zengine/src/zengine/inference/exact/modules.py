@@ -65,6 +65,17 @@ class Replaced:
             self.before.append((module, vars(module).get("forward")))
             module.forward = _Replacement(module, forward)
 
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Take the forwards off inside the block; what is put on the modules meanwhile is below them afterwards."""
+        held = [(module, module.forward.forward) for module, _ in self.before]  # type: ignore[attr-defined]
+        self.close()
+        try:
+            yield
+        finally:
+            for module, forward in held:
+                self.replace(module, forward)
+
     def close(self) -> None:
         """Restore all modules."""
         while self.before:
