@@ -14,6 +14,7 @@ once for all tokens, also without pin_parameters.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,10 +30,11 @@ from zengine.deepspeed_engine import DeepSpeedEngine
 from zengine.engine.feature import Feature
 from zengine.engine.parts import Parts
 from zengine.inference.calls.module_generate import ModuleGenerate, own_generate_of
-from zengine.inference.calls.path import reject_prompt
+from zengine.inference.calls.path import reject_length, reject_prompt
 from zengine.inference.calls.transformers_style import (
     arguments_by_name,
     fused_generate,
+    lengths_asked,
     own_generate,
     unfused_argument,
 )
@@ -229,16 +231,20 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         A module without one takes the arguments of `zengine.inference.calls.transformers_style.own_generate`.
 
         Raises:
-            RuntimeError: (DeepSpeed's) the prompt exceeds max_out_tokens.
+            RuntimeError: (DeepSpeed's) the prompt exceeds max_out_tokens, or the new tokens do not fit behind it; at
+                stage 3 on every rank, before weights move (in the first call, which recognizes the module, after).
             AttributeError: the module has no `generate` and is no decoder that is recognized.
         """
         weights, make = self._rollouts.weights, self._own_generate
-        prompt = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
-        self._reject_prompt(prompt)
+        given = self._by_name(args, kwargs)
+        is_first, is_shared = weights.skeleton is None, self._rollouts.are_gathered
+        self._reject_lengths(given, is_shared=is_shared)
         if kwargs.get("synced_gpus") and not self._rollouts.team.is_of_training:
             kwargs["synced_gpus"] = False  # all weights are held, so a rank that ends needs not run on for the others
         with weights.open():
             path = weights.present_path()
+            if path is not None and is_first:
+                self._reject_lengths(given, is_shared=is_shared)
             if path is None:
                 self._log_once(f"is not accelerated, and its own forward generates: {weights.reason}")
                 if make is None:
@@ -251,7 +257,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 return own_generate(path, *args, **kwargs)
             if not hasattr(self.module, "generation_config"):  # not that of Transformers
                 return make(*args, **kwargs)
-            given = arguments_by_name(self.module, make, args, kwargs)
+            given |= kwargs
             if other := unfused_argument(self.module, given, make):
                 self._log_once(f"generates by its own forward: the fused path cannot do {other}")
                 return make(**given)
@@ -272,20 +278,44 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """Keep all units of stage 3 gathered inside the block."""
         return self._units.held(self._units.all())
 
-    def _reject_prompt(self, prompt: Any) -> None:
-        """Raise RuntimeError if a prompt is too long; where weights are sharded, on all ranks, before they move."""
-        weights, problem = self._rollouts.weights, ""
+    def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the module's `generate`, or of that which stands in for it, by name."""
+        if self._own_generate is not None:
+            return arguments_by_name(self.module, self._own_generate, args, kwargs)
+        names = [*inspect.signature(own_generate).parameters][1:]
+        return {**dict(zip(names, args)), **kwargs}
+
+    def _reject_lengths(self, given: Mapping[str, Any], *, is_shared: bool) -> None:
+        """Raise RuntimeError if prompts, or the new tokens behind them, are too many.
+
+        is_shared: all ranks call, and all raise the error of one.
+        """
+        problem = self._length_problem(given)
+        problems = self.parts.exchange(problem) if is_shared else [problem]
+        for rank, each in enumerate(problems):
+            if each:
+                raise RuntimeError(f"rank {rank}: {each}" if is_shared else each)
+
+    def _length_problem(self, given: Mapping[str, Any]) -> str:
+        """Return what `_reject_lengths` raises; new tokens are judged once the module is recognized."""
+        weights, prompt = self._rollouts.weights, given.get("input_ids", given.get("inputs"))
         try:
             if isinstance(prompt, Tensor):
                 reject_prompt(prompt.shape[-1], weights.capacity, PLACE)
+            longest, new = lengths_asked(self.module, given)
+            if weights.skeleton is None or not new or self._runs_own_forward(given):
+                return ""
+            num_positions = weights.skeleton.max_positions
+            limit = min(weights.capacity, num_positions or weights.capacity)
+            reject_length(longest, new, limit, num_positions, PLACE)
         except RuntimeError as error:
-            if not self._rollouts.are_gathered:
-                raise
-            problem = str(error)
-        if self._rollouts.are_gathered:
-            for rank, each in enumerate(self.parts.exchange(problem)):
-                if each:
-                    raise RuntimeError(f"rank {rank}: {each}")
+            return str(error)
+        return ""
+
+    def _runs_own_forward(self, given: Mapping[str, Any]) -> bool:
+        make = self._own_generate
+        is_of_transformers = hasattr(self.module, "generation_config")
+        return make is not None and (not is_of_transformers or bool(unfused_argument(self.module, given, make)))
 
     def _log_compiled(self) -> None:
         if self.is_compiled and self._rollouts.config.exact:

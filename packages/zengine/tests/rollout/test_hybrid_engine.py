@@ -14,6 +14,7 @@ import zengine
 from zcomm.testing import run_ranks
 from zengine.adapters import LoRAConfig, add_lora
 from zengine.deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from zengine.inference.calls.transformers_style import lengths_asked
 from zengine.rollout import RolloutConfig, SamplingConfig
 from zpartition.pipeline import LayerSpec, PipelineModule
 
@@ -358,6 +359,48 @@ def _one_rank_is_wrong() -> str:
 
 def test_a_wrong_request_of_one_rank_is_told_on_all() -> None:
     assert all(text.startswith("rank 1: prompt 0 has 35 tokens") for text in run_ranks(_one_rank_is_wrong, 2))
+
+
+def _one_rank_asks_for_too_many() -> list[str]:
+    engine, found = engine_of(3), []
+    wrong, prompt = engine.global_rank == 1, torch.ones(1, 30, dtype=torch.int64)
+    gathers: list[int] = []
+    opened = engine._rollouts.weights.hold
+    engine._rollouts.weights.hold = lambda: (gathers.append(1), opened())[1]
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            engine.generate(prompt, max_new_tokens=12 if wrong else 11)
+        found.append(f"{len(gathers)}: {caught.value}")
+    with pytest.raises(RuntimeError, match=r"rank 1: a prompt of 30 tokens and 13 new ones exceed"):
+        engine.generate(prompt, max_length=43 if wrong else 41)
+    mask = torch.ones_like(prompt)
+    mask[:, :5] = 0  # padding needs no room
+    assert len(gathers) == 1
+    assert engine.generate(prompt, attention_mask=mask, max_new_tokens=16).shape == (1, 46)
+    engine.close()
+    return found
+
+
+def test_new_tokens_that_do_not_fit_are_told_on_all_ranks_before_weights_move() -> None:
+    message = (
+        "rank 1: a prompt of 30 tokens and 12 new ones exceed max_out_tokens = 40: raise it in "
+        "hybrid_engine.max_out_tokens, or ask for at most 11 new tokens."
+    )
+    for found in run_ranks(_one_rank_asks_for_too_many, 2):
+        assert found == [f"1: {message}", f"1: {message}"]  # the first gather recognizes the module
+
+
+def test_the_limits_of_a_generation_config_are_those_that_somebody_set() -> None:
+    transformers = pytest.importorskip("transformers")
+    module, ids = nn.Module(), torch.ones(2, 4, dtype=torch.int64)
+    module.generation_config = transformers.GenerationConfig()  # type: ignore[assignment]
+    assert lengths_asked(module, {"inputs": ids}) == (4, 0)
+    module.generation_config = transformers.GenerationConfig(max_length=9)  # type: ignore[assignment]
+    assert lengths_asked(module, {"inputs": ids}) == (4, 5)
+    own = transformers.GenerationConfig(max_new_tokens=7)
+    assert lengths_asked(module, {"input_ids": ids, "generation_config": own}) == (4, 7)
+    assert lengths_asked(module, {"input_ids": ids, "generation_config": own, "max_new_tokens": 3}) == (4, 3)
+    assert lengths_asked(module, {"inputs": "text", "max_new_tokens": 3}) == (0, 0)
 
 
 def test_no_prompts_are_no_samples() -> None:

@@ -26,7 +26,7 @@ from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
 from zpartition import ModelParallelGroup
 
-__all__ = ["FusedPath", "deciding_ranks", "recognized", "reject_prompt"]
+__all__ = ["FusedPath", "deciding_ranks", "recognized", "reject_length", "reject_prompt"]
 
 log = logging.getLogger("zengine")
 
@@ -81,6 +81,23 @@ def reject_prompt(length: int, limit: int, place: str = "init_inference()") -> N
         raise RuntimeError(
             f"Input with size {length} exceeds maximum length of {limit}: pass a larger max_out_tokens to {place}."
         )
+
+
+def reject_length(prompt: int, new: int, limit: int, num_positions: int | None, place: str) -> None:
+    """Raise RuntimeError if a prompt and `new` tokens exceed max_out_tokens of `place`, or the learnt positions.
+
+    limit: the smaller of both.  num_positions: learnt ones; None: positions are not learnt.
+    """
+    if prompt + new - 1 <= limit:
+        return
+    if num_positions == limit:
+        what, advice = f"the {limit} positions that the model has learnt", ""
+    else:
+        reject_prompt(prompt, limit, place)
+        what, advice = f"max_out_tokens = {limit}", f"raise it in {place}, or "
+    room = limit - prompt + 1
+    advice += f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to {limit} tokens"
+    raise RuntimeError(f"a prompt of {prompt} tokens and {new} new ones exceed {what}: {advice}.")
 
 
 @attrs.frozen
@@ -163,18 +180,7 @@ class FusedPath:
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise RuntimeError if a prompt and `new` tokens do not fit into the cache."""
-        if prompt + new - 1 <= self.capacity:
-            return
-        if self.decoder.max_positions == self.capacity:
-            limit, advice = f"the {self.capacity} positions that the model has learnt", ""
-        else:
-            reject_prompt(prompt, self.capacity, self.place)
-            limit, advice = f"max_out_tokens = {self.capacity}", f"raise it in {self.place}, or "
-        room = self.capacity - prompt + 1
-        advice += (
-            f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to {self.capacity} tokens"
-        )
-        raise RuntimeError(f"a prompt of {prompt} tokens and {new} new ones exceed {limit}: {advice}.")
+        reject_length(prompt, new, self.capacity, self.decoder.max_positions, self.place)
 
     def prefill(self, steps: DecoderPass, prompts: list[Tensor]) -> Tensor:
         """Put one prompt into each slot; return the logits after each, (prompts, vocabulary) float32.

@@ -35,8 +35,8 @@ from zpartition import ModelParallelGroup
 from zpartition.tensor import agree_on_random_numbers
 
 __all__ = [
-    *("SameOnAllRanks", "arguments_by_name", "fused_generate", "own_generate", "same_on_all", "share_random_state"),
-    "unfused_argument",
+    *("SameOnAllRanks", "arguments_by_name", "fused_generate", "lengths_asked", "own_generate", "same_on_all"),
+    *("share_random_state", "unfused_argument"),
 ]
 
 _OWN = [
@@ -118,6 +118,36 @@ def unfused_argument(module: nn.Module, given: Mapping[str, Any], make: Any = No
             return name
     known = {*accepted, *_READ, *vars(sources[1]), *_PLAIN, "stop_strings", "tokenizer"}
     return next((name for name, value in given.items() if name not in known and value is not None), "")
+
+
+def lengths_asked(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the tokens of the longest prompt, without padding, and how many new ones the arguments ask for.
+
+    Both are 0 for arguments that do not say it: prompts that are no tensor, no limit but Transformers' default.
+    """
+    prompt, mask = given.get("inputs", None), given.get("attention_mask")
+    prompt = given.get("input_ids") if prompt is None else prompt
+    if not isinstance(prompt, Tensor) or prompt.dim() != 2:
+        return 0, 0
+    width = prompt.shape[1]
+    has_mask = isinstance(mask, Tensor) and mask.shape == prompt.shape and mask.numel() > 0
+    longest = int(mask.bool().sum(1).max()) if has_mask else width
+    configs = (given.get("generation_config"), getattr(module, "generation_config", None))
+    for source in (given, *map(_limits_of, configs)):
+        if source.get("max_new_tokens") is not None:
+            return longest, int(source["max_new_tokens"])
+        if source.get("max_length") is not None:
+            return longest, max(int(source["max_length"]) - width, 1)
+    return longest, 0
+
+
+def _limits_of(config: Any) -> dict[str, Any]:
+    """Return the limits that a GenerationConfig sets; those of a new one are no choice of anybody."""
+    if config is None:
+        return {}
+    usual = type(config)()
+    names = ("max_new_tokens", "max_length")
+    return {name: found for name in names if (found := getattr(config, name, None)) != getattr(usual, name, None)}
 
 
 def fused_generate(path: FusedPath, module: nn.Module, given: Mapping[str, Any], make: Any = None) -> Any:
