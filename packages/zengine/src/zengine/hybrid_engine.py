@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 import zcomm
 from zengine.config import Plan
-from zengine.deepspeed_engine import DeepSpeedEngine
+from zengine.deepspeed_engine import DeepSpeedEngine, Value
 from zengine.engine.feature import Feature
 from zengine.engine.parts import Parts
 from zengine.inference.calls.module_generate import ModuleGenerate, own_generate_of
@@ -49,6 +50,22 @@ from zengine.rollout.weights import PLACE, Storage, Weights
 from zpartition import ModelParallelGroup
 
 __all__ = ["DeepSpeedHybridEngine"]
+
+_BLOCKS = "generation runs over the module's own weights, and replaces no layer; leave it out"
+_PARAMETERS = "generation reads the module's own weights: use engine.module.parameters()"
+_SAMPLES = "engine.rollout(prompts, n=8) computes each prompt once for its samples"
+_TIMES = 'engine.rollout(...).stats has times, and "wall_clock_breakdown": true those of training'
+# DeepSpeed's names that the engine lacks, and what to do
+_INSTEAD = {
+    **dict.fromkeys(("convert_to_linear_transposed", "new_inference_container", "inference_policies"), _BLOCKS),
+    **dict.fromkeys(("create_inference_module", "create_inference_containers"), _BLOCKS),
+    **dict.fromkeys(("populate_all_inference_policies", "mp_group", "mp_replace", "inference_mp_group"), _BLOCKS),
+    **dict.fromkeys(("layer_params", "lora_params", "layer_lora_params"), _PARAMETERS),
+    **dict.fromkeys(("all_lora_params", "all_layers_params"), _PARAMETERS),
+    **dict.fromkeys(("prepare_shared_prefill", "repeat_shared_prefill_cache"), _SAMPLES),
+    **dict.fromkeys(("_training_latency", "_total_latency", "_iters"), _TIMES),
+    "workspace": "the cache is freed after each call with hybrid_engine.release_inference_cache, and else kept",
+}
 
 log = logging.getLogger("zengine")
 
@@ -241,7 +258,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._reject_lengths(given, is_shared=is_shared)
         if kwargs.get("synced_gpus") and not self._rollouts.team.is_of_training:
             kwargs["synced_gpus"] = False  # all weights are held, so a rank that ends needs not run on for the others
-        with weights.open():
+        with self._opened_for(given):
             path = weights.present_path()
             if path is not None and is_first:
                 self._reject_lengths(given, is_shared=is_shared)
@@ -262,6 +279,46 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 self._log_once(f"generates by its own forward: the fused path cannot do {other}")
                 return make(**given)
             return fused_generate(path, self.module, given, make)
+
+    @contextmanager
+    def _opened_for(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Open the weights for a call of `generate`, and measure it."""
+        begin, prompt = time.perf_counter(), given.get("input_ids", given.get("inputs"))
+        if isinstance(prompt, Tensor) and prompt.dim() > 0:
+            self._total_batch_size = prompt.shape[0] * self.parts.world.world_size
+        with self._rollouts.weights.open():
+            opened = time.perf_counter()
+            yield
+            end = time.perf_counter()
+        self._gather_latency, self._generate_latency = opened - begin, end - opened
+
+    # -- DeepSpeed's names -----------------------------------------------------------------------
+
+    _total_batch_size: int | None = None  # prompts of the last `generate`, of all ranks
+    _gather_latency = 0.0  # seconds until weights were whole in the last `generate`
+    _generate_latency = 0.0  # seconds of the last `generate` after that
+    is_lora_fused = Value[bool]("False: an update is never added to the weights of the module.", lambda _: False)
+    Z3_enabled = Value[bool]("True at stage 3.", lambda e: e.plan.zero.shards_weights)
+    gather_all_layers = Value[bool]("True: stage 3 gathers once for all tokens of a call.", lambda _: True)
+
+    def fuse_lora_weight(self) -> None:
+        """Do nothing: the module computes base + update, and generation merges both into a copy by itself."""
+
+    unfuse_lora_weight = unfuse_lora_weight_non_pinned = fuse_lora_weight
+
+    def retake_inference_cache(self) -> None:
+        """Do nothing: generation allocates its cache when it needs one."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module's attribute.  The error for a name of DeepSpeed's says what to use instead."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in _INSTEAD:
+                raise AttributeError(f"DeepSpeed's {name} is not here: {_INSTEAD[name]}") from error
+            raise
+
+    # -- the rest --------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as `DeepSpeedEngine.compile`; while rollouts are exact, training computes without it."""

@@ -79,7 +79,8 @@ def uncompiled() -> AbstractContextManager[object]:
     """Run functions of torch.compile as plain Python inside the block; free while nothing is compiled."""
     if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    block: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return block
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -130,8 +130,9 @@ def lengths_asked(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int
     if not isinstance(prompt, Tensor) or prompt.dim() != 2:
         return 0, 0
     width = prompt.shape[1]
-    has_mask = isinstance(mask, Tensor) and mask.shape == prompt.shape and mask.numel() > 0
-    longest = int(mask.bool().sum(1).max()) if has_mask else width
+    longest = width
+    if isinstance(mask, Tensor) and mask.shape == prompt.shape and mask.numel():
+        longest = int(mask.bool().sum(1).max())
     configs = (given.get("generation_config"), getattr(module, "generation_config", None))
     for source in (given, *map(_limits_of, configs)):
         if source.get("max_new_tokens") is not None:
