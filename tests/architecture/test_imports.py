@@ -210,10 +210,17 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # decoders whose layers are split over tensor ranks
     "inference/structure.py": {"zpartition": {"ModelParallelGroup"}},
     # and whose experts are
-    "inference/experts/match.py": {"zpartition": {"expert_shards_of", "experts.whole_hf_experts"}},
+    "inference/experts/": {
+        "zcomm": {"all_gather_object"},
+        "zpartition": {
+            *("expert_ranks_of", "experts.dispatch_around", "experts.num_experts_of", "experts.own_experts_of"),
+            *("experts.own_hf_experts", "experts.whole_hf_experts"),
+        },
+        "zprecision": {"quant.PackedTensor", "quant.QuantizedTensor"},
+    },
     "inference/calls/path.py": {
         "zcomm": {"all_gather_object"},
-        "zpartition": {"ModelParallelGroup", "expert_shards_of", "model_parallel_group_of"},
+        "zpartition": {"ModelParallelGroup", "expert_ranks_of", "model_parallel_group_of"},
     },
     # one token on all tensor ranks
     "inference/calls/transformers_style.py": {
@@ -252,7 +259,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("quant.read_awq", "quant.read_compressed", "quant.read_compressed_bytes", "quant.read_gptq"),
             "quant.read_header",
         },
-        "zpartition": {"FullTensors", "check_slices", "load_own_slices"},
+        "zpartition": {
+            *("Address", "FullTensors", "addresses_of", "check_slices", "load_own_slices"),
+            *("experts.num_experts_of", "experts.own_experts_of"),
+        },
     },
     "deepspeed/inference/quantization.py": {
         "zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8", "quant.format_name"}

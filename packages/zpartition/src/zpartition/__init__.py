@@ -19,6 +19,8 @@ from zpartition.layout.address import Address, LazyShard, Shard
 from zpartition.layout.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
 from zpartition.layout.model_parallel import (
     ModelParallelGroup,
+    addresses_of,
+    expert_ranks_of,
     expert_shards_of,
     model_parallel_group_of,
     pipeline_stages_of,
@@ -93,8 +95,10 @@ __all__ = [
     "TrafficPlan",
     "UnusedParametersError",
     "ZeroPolicy",
+    "addresses_of",
     "check_local_gradients",
     "check_slices",
+    "expert_ranks_of",
     "expert_shards_of",
     "gathered",
     "is_deferred",

@@ -8,10 +8,17 @@ from torch import Tensor, nn
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.experts import distribute, find_experts, whole_hf_experts
+from zpartition.experts import (
+    dispatch_around,
+    distribute,
+    find_experts,
+    own_experts_of,
+    own_hf_experts,
+    whole_hf_experts,
+)
 from zpartition.experts.huggingface import shard_hf_experts
 from zpartition.layout.hf_experts import is_hf_experts
-from zpartition.layout.model_parallel import ALONE
+from zpartition.layout.model_parallel import ALONE, expert_ranks_of, expert_shards_of
 
 HIDDEN = 6
 
@@ -72,6 +79,59 @@ def _whole() -> tuple[bool, bool, bool]:
 
 def test_a_copy_with_the_experts_of_all_ranks_is_of_the_original_class() -> None:
     assert run_ranks(_whole, 2) == [(True, True, True)] * 2
+
+
+class Doubled(nn.Module):
+    """Computes a rank's experts in another way, without parameters."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own, self.numbers = (own,), set[int]()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        self.numbers |= set(top_k_index.flatten().tolist())
+        y: Tensor = 2 * self.own[0](hidden_states, top_k_index, top_k_weights)
+        return y
+
+
+def _around() -> tuple[bool, set[int], list[int], tuple[int, int]]:
+    torch.manual_seed(0)
+    whole = Sparse()
+    torch.manual_seed(0)
+    split = Sparse()
+    distribute(split, None)
+    own = own_hf_experts(split.experts)
+    assert own is not None
+    assert type(own) is Stack
+    assert own.down_proj is split.experts.down_proj
+    made = Doubled(own)
+    split.experts = dispatch_around(made, split.experts)
+    x, chosen = torch.randn(4, HIDDEN), torch.tensor([[0, 3], [3, 1], [1, 2], [2, 0]])
+    weights = torch.rand(4, 2)
+    same = torch.allclose(split.experts(x, chosen, weights), 2 * whole.experts(x, chosen, weights), atol=1e-5)
+    numbers, ranks = own_experts_of(split.experts), expert_ranks_of(split)
+    assert expert_shards_of(split) == {}, "it has no parameters"
+    return same, made.numbers, list(numbers), (ranks.size, expert_ranks_of(whole).size)
+
+
+def test_the_dispatch_fits_around_another_module() -> None:
+    for rank, found in enumerate(run_ranks(_around, 2)):
+        assert found == (True, {0, 1}, [2 * rank, 2 * rank + 1], (2, 1))
+    assert list(own_experts_of(Stack())) == [0, 1, 2, 3]
+    assert own_hf_experts(Stack()) is None
+
+
+def _twice() -> str:
+    split = Sparse()
+    distribute(split, None)
+    assert list(find_experts(split)) == ["experts"]
+    with pytest.raises(ValueError, match="distribute") as raised:
+        distribute(split, None)
+    return str(raised.value)
+
+
+def test_a_stack_is_sharded_once() -> None:
+    assert run_ranks(_twice, 2) == ["experts: it is sharded already: distribute() may be called once."] * 2
 
 
 def _split(world_size: int) -> tuple[list[float], float, str]:

@@ -21,6 +21,7 @@ from zengine.adapters.merging import computed_weight
 from zengine.inference.quantized import LayerError, projections, quantize_weight, replaced
 from zengine.inference.structure import Decoder, Projection
 from zpartition import tensor
+from zpartition.experts import own_experts_of
 from zprecision.quant import Format, PackedTensor, QuantizedTensor, format_name, linear, unit_of
 
 __all__ = [
@@ -259,11 +260,17 @@ class StackedLayer:
 
 
 def layer_at(module: nn.Module, name: str) -> nn.Module | StackedLayer:
-    """Return the layer `name`; that of stacked experts has the name of their parameter, and its number."""
+    """Return the layer `name`; that of stacked experts has the name of their parameter, and its number.
+
+    The number is that among the experts of all ranks.
+    """
     path, _, number = name.rpartition(".")
     parent, _, last = path.rpartition(".")
-    stack = getattr(module.get_submodule(parent), last, None) if number.isdecimal() else None
-    return StackedLayer(stack[int(number)]) if isinstance(stack, Tensor) else module.get_submodule(name)
+    experts = module.get_submodule(parent)
+    stack = getattr(experts, last, None) if number.isdecimal() else None
+    if not isinstance(stack, Tensor):
+        return module.get_submodule(name)
+    return StackedLayer(stack[int(number) - own_experts_of(experts).start])
 
 
 def _present_weight(

@@ -1,8 +1,9 @@
-"""Quantized models with experts over ranks: linear experts are quantized, stacked ones stay and are named."""
+"""Quantized models with experts over ranks: lists are quantized, stacks of MoE layers stay and are named."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,26 @@ def test_stacked_experts_stay_as_they_are_over_ranks() -> None:
     for error, local in run_ranks(_stacks, 2):
         assert error < 1e-5
         assert local == 2
+
+
+def _from_files(kind: type[nn.Module], path: str) -> tuple[float, list[list[int]]]:
+    """Difference from one rank, and shapes of the experts' parameters here, of a model that is read from a file."""
+    x = TOKENS if kind is MoELanguageModel else torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    whole, empty = deepspeed.init_inference(kind(), dtype="int8"), kind()
+    with torch.no_grad():
+        for param in empty.parameters():
+            param.zero_()
+    split = deepspeed.init_inference(empty, dtype="int8", moe={"ep_size": 2}, checkpoint=path)
+    shapes = [list(param.shape) for name, param in split.module.named_parameters() if "experts" in name]
+    return float((split(x) - whole(x)).abs().max()), shapes
+
+
+@pytest.mark.parametrize("kind", [Lists, MoELanguageModel])
+def test_each_rank_reads_its_own_experts(kind: type[nn.Module], tmp_path: Path) -> None:
+    torch.save(kind().state_dict(), tmp_path / "model.pt")
+    for error, shapes in run_ranks(_from_files, 2, kind, str(tmp_path / "model.pt")):
+        assert error < 1e-5
+        assert {shape[0] for shape in shapes if len(shape) > 1} == ({2} if kind is MoELanguageModel else {0})
 
 
 def test_what_is_not_quantized_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,51 @@ def test_thirds_of_megatrons_first_version_are_put_in_order(tmp_path: Path) -> N
         found = made.module.state_dict()
         assert torch.equal(found["dense.weight"], whole["dense.weight"])
         assert torch.equal(found["query_key_value.weight"], whole["query_key_value.weight"]) is is_equal
+
+
+class Torchs(nn.Module):
+    """Torch's attention, which has queries, keys and values in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3)
+
+
+class Mambas(nn.Module):
+    """A layer whose input projection has two halves, of 18 rows: no queries, keys and values."""
+
+    def __init__(self, **config: int) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(**config)
+        self.in_proj, self.out_proj = nn.Linear(12, 36), nn.Linear(18, 12)
+
+
+@pytest.mark.parametrize(
+    ("made", "cuts"),
+    [
+        (
+            Torchs,
+            {"in_proj_weight": (0, (12, 12, 12)), "in_proj_bias": (0, (12, 12, 12)), "out_proj.weight": (1, ())},
+        ),
+        (Mambas, {"in_proj.weight": (0, ()), "in_proj.bias": (0, ()), "out_proj.weight": (1, ())}),
+        # of a model that has attention, too
+        (
+            functools.partial(Mambas, num_attention_heads=3, hidden_size=12, num_key_value_heads=1),
+            {"in_proj.weight": (0, ()), "in_proj.bias": (0, ()), "out_proj.weight": (1, ())},
+        ),
+    ],
+    ids=["torch", "Mamba", "Mamba and attention"],
+)
+def test_a_stack_of_three_is_torchs_alone(made: Callable[[], nn.Module], cuts: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = made().state_dict()
+    for rank, part in enumerate(_ranks(whole, cuts)):
+        torch.save(part, tmp_path / f"{rank}.pt")
+    listed = {"type": "ds_model", "checkpoints": ["0.pt", "1.pt"], "tp_size": 2}
+    found = load_model(listed, module=made(), base_dir=str(tmp_path)).module.state_dict()
+    assert whole.keys() == found.keys()
+    for name, values in whole.items():
+        assert torch.equal(found[name], values), name
 
 
 def _ranks(state: dict[str, Tensor], cuts: Any) -> list[dict[str, Tensor]]:

@@ -27,14 +27,14 @@ Stack = Experts | nn.Module
 
 
 def find_experts(model: nn.Module, pattern: str = "") -> dict[str, Stack]:
-    """Find the expert stacks in `model`, by path: of MoE layers, of Hugging Face's blocks, and lists.
+    """Find expert stacks in `model`, sharded or whole, by path: of MoE layers, of Hugging Face's blocks, and lists.
 
     pattern: a regular expression that a path must contain, e.g. "layers.[0-9]+.mlp".
     """
     found = {
         path: child
         for path, child in model.named_modules()
-        if isinstance(child, Experts) or is_hf_experts(child) or _is_list(model, path, child)
+        if isinstance(child, Experts) or _is_hf(child) or _is_list(model, path, child)
     }
     return {path: child for path, child in found.items() if re.search(pattern, path)}
 
@@ -112,6 +112,8 @@ def divisible_experts(model: nn.Module, size: int, pattern: str = "") -> dict[st
         clear_fake_device(stack.parameters())
         check_free({f"{path}.{name}": param for name, param in stack.named_parameters()})
         try:
+            if is_sharded_hf_experts(stack):
+                raise ValueError("it is sharded already: distribute() may be called once.")
             if isinstance(stack, nn.ModuleList):
                 check_expert_list(path, stack, size)
             else:
@@ -151,13 +153,17 @@ def active_fractions(model: nn.Module) -> Mapping[int, float]:
     fractions: dict[int, float] = {}
     for path, stack in model.named_modules():
         is_list = isinstance(stack, nn.ModuleList) and _is_list(model, path, stack)
-        if not (isinstance(stack, Experts) or is_hf_experts(stack) or is_sharded_hf_experts(stack) or is_list):
+        if not (isinstance(stack, Experts) or _is_hf(stack) or is_list):
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
         k = parent.gate.rule.k if isinstance(parent, MoE) else _num_active(parent, stack)
         number = num_experts_of(stack)
         fractions.update({id(param): min(1.0, k / number) if k else 1.0 for param in stack.parameters()})
     return fractions
+
+
+def _is_hf(child: nn.Module) -> bool:
+    return is_hf_experts(child) or is_sharded_hf_experts(child)
 
 
 def _is_list(model: nn.Module, path: str, child: nn.Module) -> bool:

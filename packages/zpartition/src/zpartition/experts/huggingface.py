@@ -7,6 +7,9 @@ dispatches rows to their experts' ranks, and there calls the *original* forward 
 row.  So activations, clamps and biases stay the model's own, and routers, shared experts and auxiliary losses, which
 are outside of the module, are not affected.
 
+`dispatch_around` puts the same dispatch around another module, which computes this rank's experts in another way:
+with quantized layers, say.
+
 Rejected: a list of models; products of our own on their weights (models differ in details).
 """
 
@@ -27,7 +30,16 @@ from zpartition.layout.hf_experts import ShardedHFExperts, choice_of
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.tensors.whole import part_of
 
-__all__ = ["num_experts_of", "shard_hf_experts", "whole_hf_experts"]
+__all__ = [
+    *(
+        "dispatch_around",
+        "num_experts_of",
+        "own_experts_of",
+        "own_hf_experts",
+        "shard_hf_experts",
+        "whole_hf_experts",
+    ),
+]
 
 _made_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -37,6 +49,13 @@ def num_experts_of(stack: nn.Module) -> int:
     if isinstance(stack, nn.ModuleList):
         return len(stack)
     return int(getattr(stack, "num_global_experts", 0) or getattr(stack, "num_experts", 0))
+
+
+def own_experts_of(stack: nn.Module) -> range:
+    """Return the numbers that this rank's experts of a Hugging Face stack have among those of all ranks."""
+    group = stack.expert_group if isinstance(stack, _ShardedHFExperts) else ALONE
+    share = num_experts_of(stack) // group.size
+    return range(group.rank * share, (group.rank + 1) * share)
 
 
 def shard_hf_experts(module: nn.Module, expert_group: ModelParallelGroup) -> None:
@@ -57,12 +76,48 @@ def shard_hf_experts(module: nn.Module, expert_group: ModelParallelGroup) -> Non
             param.grad = None
             param.data = part_of(param.data, found[name])
             mark_experts(param)
+    choice = choice_of(type(module))
+    _set_class(module)
+    numbers.num_global_experts, numbers.num_experts = numbers.num_experts, share
+    numbers.expert_group, numbers.expert_addresses, numbers.choice = expert_group, found, choice
+
+
+def _set_class(module: nn.Module) -> None:
+    """Let a module dispatch tokens around its forward."""
     kind = type(module)
     if kind not in _made_classes:
         _made_classes[kind] = type(f"ExpertParallel{kind.__name__}", (_ShardedHFExperts, kind), {})
     module.__class__ = _made_classes[kind]
-    numbers.num_global_experts, numbers.num_experts = numbers.num_experts, share
-    numbers.expert_group, numbers.expert_addresses, numbers.choice = expert_group, found, choice_of(kind)
+
+
+def dispatch_around(own: nn.Module, stack: nn.Module) -> nn.Module:
+    """Return `own` with the dispatch of the sharded `stack`, in whose place it computes this rank's experts.
+
+    own: called as the original class, with experts numbered from 0, also if its parameters have other names and
+        shapes, or if it has none; they have no addresses, so it is for inference.
+    """
+    given: Any = stack
+    assert isinstance(stack, _ShardedHFExperts)
+    _set_class(own)
+    for name in ("num_global_experts", "num_experts", "expert_group", "choice"):
+        setattr(own, name, getattr(given, name))
+    own.__dict__["expert_addresses"] = {}
+    return own
+
+
+def own_hf_experts(module: nn.Module) -> nn.Module | None:
+    """Return this rank's part of a sharded stack as a module of its original class, over the same parameters.
+
+    None for other modules.
+    """
+    if not isinstance(module, _ShardedHFExperts):
+        return None
+    kind: type[nn.Module] = type(module).__bases__[1]
+    made = kind.__new__(kind)
+    of_dispatch = ("num_global_experts", "expert_group", "expert_addresses", "choice")
+    made.__dict__.update({name: value for name, value in vars(module).items() if name not in of_dispatch})
+    made.__dict__["_parameters"] = dict(module._parameters)
+    return made
 
 
 def whole_hf_experts(module: nn.Module) -> nn.Module | None:
@@ -70,12 +125,10 @@ def whole_hf_experts(module: nn.Module) -> nn.Module | None:
 
     It has memory of its own for the experts; buffers are shared.  None for other modules.
     """
-    if not isinstance(module, _ShardedHFExperts):
+    made = own_hf_experts(module)
+    if made is None:
         return None
-    kind: type[nn.Module] = type(module).__bases__[1]
-    made = kind.__new__(kind)
-    own = ("num_global_experts", "expert_group", "expert_addresses", "choice", "_parameters")
-    made.__dict__.update({name: value for name, value in vars(module).items() if name not in own})
+    assert isinstance(module, _ShardedHFExperts)
     made.__dict__["_parameters"] = {}
     group = module.expert_group
     for name, param in module.named_parameters():
@@ -111,7 +164,9 @@ class _ShardedHFExperts(ShardedHFExperts):
 
     def _compute_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Call the original forward with one choice of weight 1 for each row."""
-        padding = RowPadding.choose(rows, counts, max(param[0].numel() for param in self.parameters()))
+        sizes = [param[0].numel() for param in self.parameters() if param.dim() > 2]
+        plain = RowPadding(tuple(counts), tuple(counts))  # of layers that are quantized
+        padding = RowPadding.choose(rows, counts, max(sizes)) if sizes else plain
         rows = padding.spread(rows)
         numbers = torch.repeat_interleave(torch.tensor(padding.padded)).to(rows.device)
         weights = rows.new_ones(rows.shape[0], 1)

@@ -39,6 +39,7 @@ __all__ = [
     "check_expert_groups",
     "check_group",
     "describe_split",
+    "expert_ranks_of",
     "expert_shards_of",
     "model_parallel_group_of",
     "pipeline_stages_of",
@@ -130,14 +131,28 @@ def expert_shards_of(module: nn.Module) -> dict[str, ModelParallelGroup]:
     Parameters of a group of one rank are left out.
     """
     found = {
-        id(child.get_parameter(name)): child.expert_group
-        for child in module.modules()
-        if hasattr(type(child), "addresses") and isinstance(child, ExpertShardedModule)
-        if child.expert_group.size > 1
-        for name in child.addresses()
+        id(child.get_parameter(name)): sharded.expert_group
+        for child, sharded in _expert_sharded(module)
+        for name in sharded.addresses()
     }
     params = module.named_parameters() if found else ()
     return {name: found[id(param)] for name, param in params if id(param) in found}
+
+
+def expert_ranks_of(module: nn.Module) -> ModelParallelGroup:
+    """Return the ranks that share the experts in `module`, also experts without parameters; ALONE if none do.
+
+    If groups differ, the first is returned.
+    """
+    return next((sharded.expert_group for _, sharded in _expert_sharded(module)), ALONE)
+
+
+def _expert_sharded(module: nn.Module) -> Iterator[tuple[nn.Module, ExpertShardedModule]]:
+    """Yield (module, the same by its protocol) of those whose experts are over several ranks."""
+    for child in module.modules():
+        own: object = child
+        if hasattr(type(child), "addresses") and isinstance(own, ExpertShardedModule) and own.expert_group.size > 1:
+            yield child, own
 
 
 @runtime_checkable

@@ -251,14 +251,13 @@ class InferenceEngine(nn.Module):
     @property
     def ep_group(self) -> dict[int, ProcessGroup | None] | None:
         """The expert ranks, by the number of experts of a layer; None if experts are not split."""
-        groups = {group.size: group.group for group in zpartition.expert_shards_of(self.module).values()}
-        if not groups:
+        group = zpartition.expert_ranks_of(self.module)
+        if group.size == 1:
             return None
         from zpartition import experts
 
         counts = {experts.num_experts_of(stack) for stack in experts.find_experts(self.module).values()}
-        (group,) = groups.values()
-        return dict.fromkeys(sorted(counts), group)
+        return dict.fromkeys(sorted(counts), group.group)
 
     @property
     def expert_mp_group(self) -> dict[int, ProcessGroup | None] | None:
@@ -421,21 +420,29 @@ def _prepare_split(
     is_moved_late = is_quantized and config.parallelism.is_single_rank and not config.replace_with_kernel_inject
     module, path = _split(module, config, host, device, dtype, is_moved=not is_moved_late)
     path = None if is_filled else path
+    is_streamed = path is not None and _quantizes_over_experts(module, config)
     if packed is not None:
         rows = load_part(module, packed, device)
         _warn_of_packed(rows, config)
         _log_layers(rows, module)
+    elif is_streamed:
+        _log_layers(load_quantized(module, config.files, config.quantization, dtype, device) or (), module)
     elif path is not None:
         weights.materialize(module, host if is_moved_late else device)
         weights.load(module, path, config.files.base_dir)
     module = (module if is_moved_late else module.to(device)).eval()
     decoder = _recognize(module, config)
-    shards = zpartition.expert_shards_of(module)  # of parameters, which quantized layers have not
-    if config.quantization is not None and packed is None:
+    if config.quantization is not None and packed is None and not is_streamed:
         _quantize(module, config)
         save_quantized(module, config.files)
-    made = _with_path(module.to(device), decoder, config)
-    return attrs.evolve(made, expert_ranks=next(iter(shards.values()), None))
+    made, ranks = _with_path(module.to(device), decoder, config), zpartition.expert_ranks_of(module)
+    return attrs.evolve(made, expert_ranks=ranks if ranks.size > 1 else None)
+
+
+def _quantizes_over_experts(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:
+    """Return whether layers are quantized while files are read: they are whole, and experts are over ranks."""
+    is_whole = zpartition.model_parallel_group_of(module).size == 1
+    return config.quantization is not None and is_whole and zpartition.expert_ranks_of(module).size > 1
 
 
 def _split(

@@ -95,7 +95,7 @@ def plan_split(module: nn.Module, parallelism: Parallelism) -> Split:
     init_distributed()
     layers, stacks = _pending(parallelism.tensor, [zpartition.model_parallel_group_of(module)], "layers"), NO_GROUP
     if _has_many_ranks(parallelism.experts):
-        stacks = _pending(parallelism.experts, list(zpartition.expert_shards_of(module).values()), "experts")
+        stacks = _pending(parallelism.experts, [zpartition.expert_ranks_of(module)], "experts")
     if _has_many_ranks(stacks):
         _check_experts(module, _size_and_rank(stacks)[0], parallelism)
     if not _has_many_ranks(layers):

@@ -57,7 +57,7 @@ def recognized(module: nn.Module, asked_by: str = "replace_with_kernel_inject") 
 def deciding_ranks(module: nn.Module) -> ModelParallelGroup:
     """Return the ranks that decode together, and choose one token: those that split layers, or experts."""
     layers = zpartition.model_parallel_group_of(module)
-    return max([layers, *zpartition.expert_shards_of(module).values()], key=lambda each: each.size)
+    return max(layers, zpartition.expert_ranks_of(module), key=lambda each: each.size)
 
 
 def _agreed(module: nn.Module, ranks: ModelParallelGroup) -> Decoder:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import zpartition
+from zengine.inference.experts.gather import whole_experts
 from zengine.inference.experts.separate import activation_of, stack_of
 from zengine.inference.matching import Constants, closest, equal, match_mlp, projection
 from zengine.inference.observe import Call, observe
 from zengine.inference.structure import MLP, Mixture, Over, Projection, Ranks
-from zpartition.experts import whole_hf_experts
+from zpartition.experts import own_experts_of
 
 __all__ = ["match_mixture"]
 
@@ -61,27 +62,14 @@ def match_mixture(unit: Call, inside: Sequence[Call], config: object) -> Mixture
 
 def _own_part(mixture: Mixture, unit: Call) -> Mixture:
     """Return the mixture over what this rank holds, if its experts are over several."""
-    for param, group in zpartition.expert_shards_of(unit.module).items():
-        name = param.rpartition(".")[0]
-        path, module = f"{unit.name}.{name}", unit.module.get_submodule(name)
-        if not mixture.experts[0].up.name.startswith(f"{path}."):
+    for name, module in unit.module.named_modules():
+        path, stack, group = f"{unit.name}.{name}", stack_of(module), zpartition.expert_ranks_of(module)
+        if stack is None or group.size == 1 or not mixture.experts[0].up.name.startswith(f"{path}."):
             continue
-        share = len(mixture.experts) // group.size
-        first = group.rank * share
-        held = functools.partial(_held, module=module, path=path, first=first)
-        own = tuple(
-            attrs.evolve(each, up=held(each.up), down=held(each.down), gate=each.gate and held(each.gate))
-            for each in mixture.experts[first : first + share]
-        )
-        return attrs.evolve(mixture, experts=own, first=first, ranks=Ranks(Over.COLUMNS, group))
+        numbers = own_experts_of(module)
+        own = tuple(stack.mlp(module, path, number, mixture.experts[number].act) for number in numbers)
+        return attrs.evolve(mixture, experts=own, first=numbers.start, ranks=Ranks(Over.COLUMNS, group))
     return mixture
-
-
-def _held(projection: Projection, module: nn.Module, path: str, first: int) -> Projection:
-    """Return a projection of the whole stack with the weight in `module`, called `path`, which holds a part."""
-    name, number = projection.name.removeprefix(f"{path}.").rsplit(".", 1)
-    index = int(number) - first
-    return Projection(f"{path}.{name}.{index}", getattr(module, name)[index])
 
 
 def _computed(form: Mixture, x: Tensor) -> Tensor:
@@ -138,21 +126,16 @@ def _experts(unit: Call) -> Iterator[tuple[str, tuple[MLP, ...]]]:
     """Yield (name, experts) of the stacks and lists within a call."""
     for name, module in unit.module.named_modules():
         path = f"{unit.name}.{name}"
-        module = whole_hf_experts(module) or module
         stack = stack_of(module)
         if stack is not None:
-            number, act = len(getattr(module, stack.down)), activation_of(module, stack)
+            module, act = whole_experts(module), activation_of(module, stack)
             if act is not None:
-                yield path, tuple(stack.mlp(module, path, expert, act) for expert in range(number))
-        elif isinstance(module, nn.ModuleList) and len(module) > 1 and stack_of(_parent(unit.module, name)) is None:
+                yield path, tuple(stack.mlp(module, path, each, act) for each in own_experts_of(module))
+        elif isinstance(module, nn.ModuleList) and len(module) > 1:
             made = tuple(_listed(expert, f"{path}.{index}", unit.input) for index, expert in enumerate(module))
             known = tuple(each for each in made if each is not None)
             if len(known) == len(made):
                 yield path, known
-
-
-def _parent(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
 
 
 def _listed(expert: nn.Module, path: str, x: Tensor) -> MLP | None:

@@ -8,6 +8,10 @@ the place of its own, so it need not have memory yet.
 `separate` replaces it by a module whose matrices are linear layers of their own, `gate_up_proj.3` and so on, so that
 whatever quantizes, packs, measures or loads linear layers serves experts, too.
 
+A stack that is sharded over expert ranks becomes the layers of this rank's experts, under the numbers that they have
+among all, `gate_up_proj.5`, with the dispatch of the stack around them.  So a matrix has the same name, format and
+codes whatever the number of ranks.
+
 Rejected: a quantized stack (a second form of every function that meets a quantized layer).
 """
 
@@ -15,8 +19,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -25,6 +29,7 @@ from torch.func import functional_call
 
 from zengine.inference.matching import ACTIVATIONS, closest
 from zengine.inference.structure import MLP, Projection, Unary
+from zpartition.experts import dispatch_around, num_experts_of, own_experts_of, own_hf_experts
 
 __all__ = [
     *("SeparateExperts", "Stack", "activation_of", "chosen_stacks", "separate", "separate_chosen", "stack_of"),
@@ -49,25 +54,27 @@ class Stack:
         return tuple(each for each in (self.gate, self.up, self.down) if each)
 
     def mlp(self, module: nn.Module, path: str, expert: int, act: Unary) -> MLP:
-        """Return one expert, over the weights of `module`, which is called `path`."""
+        """Return an expert that `module`, called `path`, holds; expert: its number among those of all ranks."""
+        first = own_experts_of(module).start
 
         def matrix(name: str) -> Projection:
             held: Any = getattr(module, name)
-            if isinstance(held, nn.ModuleList):
-                layer: Any = held[expert]
-                return Projection(f"{path}.{name}.{expert}", layer.weight)
-            return Projection(f"{path}.{name}.{expert}", held[expert])
+            layers: Any = held if isinstance(held, nn.ModuleDict) else None
+            weight = held[expert - first] if layers is None else layers[str(expert)].weight
+            return Projection(f"{path}.{name}.{expert}", weight)
 
         gate = matrix(self.gate) if self.gate else None
         return MLP(up=matrix(self.up), down=matrix(self.down), act=act, gate=gate, is_fused=self.is_fused)
 
 
 def stack_of(module: nn.Module) -> Stack | None:
-    """Return the order of stacked experts by names and shapes; None if `module` has none, or other parameters."""
+    """Return the order of stacked experts by names and shapes; None if `module` has none, or other parameters.
+
+    module: with the experts of all ranks, or with this rank's.
+    """
     if isinstance(module, SeparateExperts):
         return module.stack
-    if hasattr(module, "num_global_experts"):
-        return None  # over expert-parallel ranks: zpartition.experts.whole_hf_experts has all of them
+    module = own_hf_experts(module) or module
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     if not _choice_of(module) or any(len(shape) != 3 for shape in shapes.values()):
         return None
@@ -107,15 +114,20 @@ def separate(module: nn.Module, name: str) -> bool:
     act = activation_of(experts, stack)
     if act is None:
         return False
+    own = own_hf_experts(experts)
+    made: nn.Module = SeparateExperts.of(own or experts, stack, act, own_experts_of(experts).start)
+    if own is not None:
+        made = dispatch_around(made, experts)
     parent, _, last = name.rpartition(".")
-    setattr(module.get_submodule(parent), last, SeparateExperts(experts, stack, act).train(experts.training))
+    setattr(module.get_submodule(parent), last, made.train(experts.training))
     return True
 
 
 def chosen_stacks(module: nn.Module, choose: Callable[[str], object | None]) -> Iterator[tuple[str, Stack]]:
     """Yield (name, order) of the stacked experts in `module` of which `choose` chooses a matrix by its name."""
-    for name, _, stack in stacks_in(module):
-        if name and any(choose(f"{name}.{each}.0") is not None for each in stack.names):
+    for name, experts, stack in stacks_in(module):
+        numbers = range(num_experts_of(experts))  # of all ranks, which then decide alike
+        if name and any(choose(f"{name}.{each}.{expert}") is not None for each in stack.names for expert in numbers):
             yield name, stack
 
 
@@ -136,6 +148,7 @@ def activation_of(experts: nn.Module, stack: Stack) -> Unary | None:
     """
     if isinstance(experts, SeparateExperts):
         return experts.act_fn
+    experts = own_hf_experts(experts) or experts
     given: Any = experts
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     rows = {stack.up: 2 * _GROWN if stack.is_fused else _GROWN, stack.gate: _GROWN}
@@ -156,18 +169,31 @@ def activation_of(experts: nn.Module, stack: Stack) -> Unary | None:
     return closest(wanted, ((act, functools.partial(compute, act)) for act in ACTIVATIONS))
 
 
-@final
 class SeparateExperts(nn.Module):
-    """Experts of a block, each matrix a linear layer; called as the stack was."""
+    """Experts of a block, each matrix a linear layer; called as the stack was, with experts numbered from 0."""
 
-    def __init__(self, experts: nn.Module, stack: Stack, act: Unary) -> None:
-        """experts: the stack, whose slices the layers hold."""
+    def __init__(
+        self, stack: Stack, act: Unary, choice: tuple[str, ...], layers: Mapping[str, Mapping[int, nn.Module]]
+    ) -> None:
+        """choice: names of the arguments after the tokens.  layers: by name in the stack, and number of the expert.
+
+        The numbers are consecutive: those of all experts, or of a rank's.
+        """
         super().__init__()
-        given: Any = experts
-        self.stack, self.act_fn, self.num_experts = stack, act, int(given.num_experts)
-        self.choice = _choice_of(experts)
+        numbers = sorted(layers[stack.down])
+        self.stack, self.act_fn, self.choice = stack, act, choice
+        self.first, self.num_experts = numbers[0], len(numbers)
         for name in stack.names:
-            setattr(self, name, nn.ModuleList(_layer(weight) for weight in getattr(experts, name)))
+            setattr(self, name, nn.ModuleDict({str(number): layers[name][number] for number in numbers}))
+
+    @classmethod
+    def of(cls, experts: nn.Module, stack: Stack, act: Unary, first: int = 0) -> SeparateExperts:
+        """Return layers that hold slices of the stack `experts`; first: the number of its first expert."""
+        layers = {
+            name: {first + index: _layer(weight) for index, weight in enumerate(getattr(experts, name))}
+            for name in stack.names
+        }
+        return cls(stack, act, _choice_of(experts), layers)
 
     def forward(self, hidden_states: Tensor, *choice: Tensor, **named: Tensor) -> Tensor:
         """(tokens, width), (tokens, k) chosen experts, (tokens, k) weights -> (tokens, width)."""
@@ -184,7 +210,7 @@ class SeparateExperts(nn.Module):
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         def product(name: str, x: Tensor) -> Tensor:
             layers: Any = getattr(self, name)
-            y: Tensor = layers[expert](x)
+            y: Tensor = layers[str(self.first + expert)](x)
             return y
 
         stack, up = self.stack, product(self.stack.up, x)

@@ -24,6 +24,7 @@ from zengine.inference.quantized import QuantizationReport
 from zengine.inference.recognize import NotRecognized, recognize
 from zengine.inference.structure import Decoder
 from zengine.inference.verify import verify
+from zpartition.experts import num_experts_of, own_experts_of
 from zprecision.quant import Format, format_named
 
 __all__ = ["LoadedModel", "empty_model", "fill", "load_model"]
@@ -128,8 +129,9 @@ def _by_expert(module: nn.Module, tensors: Tensors, choose: ChooseFormat) -> Ten
         experts = module.get_submodule(name)
         for each in stack.names if isinstance(experts, SeparateExperts) else ():
             if (stored := found.pop(f"{name}.{each}", None)) is not None:
-                number = stored.get_shape()[0]
-                found |= {f"{name}.{each}.{index}.weight": StackedSlice(stored, index) for index in range(number)}
+                number, wanted = stored.get_shape()[0], num_experts_of(experts)
+                numbers = own_experts_of(experts) if number == wanted else range(number)  # others raise, by name
+                found |= {f"{name}.{each}.{index}.weight": StackedSlice(stored, index) for index in numbers}
     return found
 
 

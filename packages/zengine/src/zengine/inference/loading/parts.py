@@ -24,7 +24,8 @@ from zengine.inference.loading.stored import StoredTensor, Tensors
 __all__ = ["PartedTensor", "join_parts"]
 
 _ALL_THREE = re.compile(r"(^|\.)query_key_value\.")
-_STACKED = re.compile(r"(^|\.)(qkv_proj|c_attn|Wqkv|W_pack|in_proj)(\.|_)(weight|bias)$")
+# torch's attention has in_proj_weight; in_proj.weight is that of other layers, as in the blocks of Mamba
+_STACKED = re.compile(r"(^|\.)((qkv_proj|c_attn|Wqkv|W_pack)[._]|in_proj_)(weight|bias)$")
 _HALVES = re.compile(r"(^|\.)(gate_up_proj|gate_proj_up_proj)(\.|$)")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zprecision.quant import GroupedCodes, QuantizedTensor
 
-__all__ = ["QuantizedSlice", "StackedSlice", "StoredTensor", "Tensors", "exact_codes", "sides_of"]
+__all__ = ["Box", "QuantizedSlice", "StackedSlice", "StoredTensor", "Tensors", "exact_codes", "sides_of"]
 
 
 class StoredTensor(Protocol):
@@ -87,6 +87,24 @@ class StackedSlice:
         """Return the values of a box; others of the stack are not read."""
         own = (slice(self.index, self.index + 1), *(slice(*side) for side in sides_of(box, self.get_shape())))
         return self.stack[own][0]
+
+
+@final
+@attrs.frozen(eq=False)
+class Box:
+    """A part of a tensor in a file."""
+
+    stored: StoredTensor
+    sides: tuple[tuple[int, int], ...]  # (start, stop) for each dim
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the part."""
+        return [stop - start for start, stop in self.sides]
+
+    def __getitem__(self, box: Any) -> Tensor:
+        """Return the values of a box of the part; others are not read."""
+        own = zip(self.sides, sides_of(box, self.get_shape()))
+        return self.stored[tuple(slice(start + lo, start + hi) for (start, _), (lo, hi) in own)]
 
 
 def exact_codes(stored: StoredTensor) -> QuantizedTensor | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import zpartition
 from zengine.inference.loading import weights
-from zengine.inference.loading.stored import StoredTensor, Tensors, exact_codes
+from zengine.inference.loading.stored import Box, StoredTensor, Tensors, exact_codes
 from zengine.inference.quantized import OUTLIER, LayerError, QuantizationReport, quantize_weight
 from zengine.inference.quantized_modules import linear_weights, put_quantized
 from zengine.progress import progress
@@ -44,7 +44,8 @@ def stream(
 ) -> QuantizationReport:
     """Fill `module` from `tensors`, quantizing its linear layers on the way; return a row for each of them.
 
-    module: on the meta device, or with memory that is overwritten; its parameters have the dtypes that they get.
+    module: on the meta device, or with memory that is overwritten; its parameters have the dtypes that they get.  Its
+        experts may be those of an expert rank; its layers are whole.
     tensors: all its parameters and persistent buffers, by its own names; a tied one under any of its names.
     choose: the format of each linear layer; None leaves it as the file has it: plain, or with its codes.
     outliers: give eight bits to layers of fewer bits whose error is over three times the median.
@@ -67,8 +68,9 @@ def stream(
         if layer.name in kept:
             rows[layer.name] = filling.quantize(module, layer, Int8())
     weights.materialize(module, device)
+    addresses = zpartition.addresses_of(module)
     for name, tensor in weights.stored_tensors(module):
-        _copy(filling.source(name), tensor, name)
+        _copy_part(filling.source(name), tensor, name, addresses.get(name))
     return QuantizationReport(layers=tuple(rows.values()), kept=tuple(kept))
 
 
@@ -142,6 +144,18 @@ def _bits(format: Format | str) -> int:
     """Return the bits of a code."""
     name = format if isinstance(format, str) else format_name(format)
     return _BITS.get(name.partition("-")[0], 8)
+
+
+def _copy_part(stored: StoredTensor, tensor: Tensor, name: str, address: zpartition.Address | None) -> None:
+    """Read a plain tensor, or the part of it at an address: that of an expert rank."""
+    if address is None or address.global_shape == tuple(tensor.shape):
+        _copy(stored, tensor, name)
+        return
+    first = 0
+    for box in address.boxes:
+        size = box[0][1] - box[0][0]
+        _copy(Box(stored, box), tensor[first : first + size], name)
+        first += size
 
 
 def _copy(stored: StoredTensor, tensor: Tensor, name: str) -> None:
