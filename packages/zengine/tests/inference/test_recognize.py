@@ -126,6 +126,35 @@ def test_what_is_no_decoder_is_said_with_its_place(block: type[Block], message: 
         recognize(model(block=block))
 
 
+class Torchs(nn.Module):
+    """A decoder of torch's own transformer layers."""
+
+    def __init__(self, *, is_embedding: bool) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.places = nn.Embedding(TIME, WIDTH) if is_embedding else nn.Parameter(torch.randn(TIME, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        time, places = ids.shape[1], self.places
+        x = self.tokens(ids) + (places(torch.arange(time)) if isinstance(places, nn.Embedding) else places[:time])
+        mask = nn.Transformer.generate_square_subsequent_mask(time)
+        logits: Tensor = self.head(self.blocks(x, mask=mask, is_causal=True))
+        return logits
+
+
+def test_decoders_of_torchs_layers_are_rejected_with_what_to_write() -> None:
+    with pytest.raises(
+        NotRecognized, match=r"blocks\.layers\.0\.self_attn is an nn\.MultiheadAttention.*in_proj_weight"
+    ):
+        recognize(Torchs(is_embedding=True).eval())
+    with pytest.raises(
+        NotRecognized, match=r"no sum of embeddings \(tokens\); learnt positions are known as an nn\.Emb"
+    ):
+        recognize(Torchs(is_embedding=False).eval())
+
+
 def test_models_without_blocks_or_tokens_are_rejected() -> None:
     with pytest.raises(NotRecognized, match="Linear has no embedding of tokens"):
         recognize(nn.Linear(3, 3).eval())

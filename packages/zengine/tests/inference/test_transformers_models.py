@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers_models import MIXTURES, MODELS, model
+from transformers_models import MIXTURES, MODELS, OTHERS, model
 
 from zengine.inference.cache import KVCache
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.quantized import quantized
-from zengine.inference.recognize import recognize
+from zengine.inference.recognize import NotRecognized, recognize
 from zengine.inference.structure import Decoder, Mixture
 from zengine.inference.verify import verify
 from zprecision.backends import native
@@ -75,3 +75,22 @@ def test_quantized_experts_are_fused(name: str, format: Any) -> None:
         slow = steps_of(decoder)
         wanted = torch.cat([slow.forward_each(ids[at : at + 1], [1]) for at in range(12)])
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_of_one_key_head_are_told_from_those_of_all_heads(dtype: torch.dtype) -> None:
+    subject = model("Qwen3, norms of queries and keys", dtype, num_key_value_heads=1)
+    decoder = recognize(subject)
+    attention = decoder.blocks[0].attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_size) == (6, 1, 16)
+    assert steps_of(decoder).fused.reasons == {}
+    verify(decoder, subject)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_attention_is_named(name: str) -> None:
+    with pytest.raises(
+        NotRecognized, match=r"biases of the scores, such as ALiBi's, and attention sinks have no form"
+    ):
+        recognize(model(name))

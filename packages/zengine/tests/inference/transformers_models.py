@@ -55,14 +55,19 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMoE": ("Olmoe", EXPERTS),
 }
 MODELS = {**DENSE, **MIXTURES}
+# their forms of attention have no translation; the module's own forward runs
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BLOOM, ALiBi": ("Bloom", {"n_layer": 2, "n_head": 6}),
+    "gpt-oss, attention sinks": ("GptOss", {**EXPERTS, "num_local_experts": 8, "head_dim": 16, "sliding_window": 9}),
+}
 
 
-def model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model with weights that matter."""
+def model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
+    """The model with weights that matter; more: of its config."""
     import transformers
 
-    kind, given = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **given})
+    kind, given = {**MODELS, **OTHERS}[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **given, **more})
     torch.manual_seed(0)
     made: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

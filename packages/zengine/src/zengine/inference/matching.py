@@ -346,7 +346,7 @@ def _attention_forms(
     ):
         if kv_width % size or width % size or (width // size) % (kv_width // size):
             continue
-        if any(norm.weight is not None and norm.weight.numel() not in (size, width, kv_width) for norm in norms):
+        if not all(_is_normed(norm, size, whole) for norm, whole in ((query_norm, width), (key_norm, kv_width))):
             continue
         rotaries: list[tuple[Rotary | None, RotaryTables | None]] = [
             (Rotary(style=style, size=2 * table.cos.shape[-1], make_tables=table.make), table)
@@ -371,6 +371,11 @@ def _attention_forms(
                 ),
                 table,
             )
+
+
+def _is_normed(norm: Norm | None, size: int, width: int) -> bool:
+    """Return whether a norm is over a head of `size` features, or over all heads; or if there is none."""
+    return norm is None or norm.weight is None or norm.weight.numel() in (size, width)
 
 
 def _layouts(projections: tuple[Projection, ...], width: int) -> list[tuple[FusedQKV | None, int]]:

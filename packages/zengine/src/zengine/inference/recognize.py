@@ -237,7 +237,8 @@ class _Recognition:
         found = closest(first.input, ((form, functools.partial(form, self.ids, positions)) for form in forms))
         if found is None:
             raise NotRecognized(
-                f"the input of {first.name} is no sum of embeddings ({', '.join(call.name for call in called)})"
+                f"the input of {first.name} is no sum of embeddings ({', '.join(call.name for call in called)}); "
+                "learnt positions are known as an nn.Embedding that is read by position"
             )
         return found
 
@@ -262,14 +263,21 @@ class _Recognition:
         x = block.input
         unit = self._mlp_unit(inside, block)
         loose = [call for call in inside if unit is None or not call.is_inside(unit.name)]
+        _check_attention(block)
         linear = [call for call in loose if projection(call) is not None]
         if len(linear) < 2:
             raise NotRecognized(f"{block.name} has {len(linear)} linear layers outside its MLP")
         qkv = _leading(linear)
         rest = linear[len(qkv) :]
         if not rest:
+            cutting = [
+                call.name for call in loose if isinstance(call.module, tensor.SplitLayer) and call not in linear
+            ]
             raise NotRecognized(
                 f"{block.name}: all its linear layers read one tensor; none reads what attention mixed"
+                if not cutting
+                else f"{block.name}: each tensor rank cuts its part of what {', '.join(cutting)} reads, since the "
+                "attention before it is computed whole"
             )
         out, source = rest[0], qkv[0].input
         attention = self._attention(block, qkv, out, loose)
@@ -332,7 +340,8 @@ class _Recognition:
             names = ", ".join(call.name for call in qkv)
             raise NotRecognized(
                 f"{block.name}: what {out.name} reads is no causal attention of what {names} wrote (tried: sizes, "
-                "orders of a fused projection, rotary positions, scales, windows, soft caps)"
+                "orders of a fused projection, rotary positions, scales, windows, soft caps; biases of the scores, "
+                "such as ALiBi's, and attention sinks have no form)"
             )
         return found
 
@@ -381,6 +390,17 @@ class _Recognition:
         if found is None:
             raise NotRecognized(f"{block.name} does not return the sum of its input, attention and MLP")
         return found
+
+
+def _check_attention(block: Call) -> None:
+    """Raise NotRecognized if the block has torch's attention, whose projections are no calls of layers."""
+    for name, child in block.module.named_modules():
+        if isinstance(child, nn.MultiheadAttention):
+            raise NotRecognized(
+                f"{block.name}.{name} is an nn.MultiheadAttention, as in nn.TransformerEncoderLayer: it has queries, "
+                "keys and values in one parameter, in_proj_weight, and calls no layer for them. Blocks of nn.Linear "
+                "layers with torch.nn.functional.scaled_dot_product_attention are recognized"
+            )
 
 
 def _leading(linear: Sequence[Call]) -> list[Call]:
