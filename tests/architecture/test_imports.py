@@ -210,10 +210,17 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # decoders whose layers are split over tensor ranks
     "inference/structure.py": {"zpartition": {"ModelParallelGroup"}},
     # and whose experts are
+    "inference/quantized_modules.py": {"zpartition": {"experts.own_experts_of"}},
     "inference/experts/": {
-        "zcomm": {"all_gather_object"},
+        "zcomm": {"all_gather_object", "broadcast"},
         "zpartition": {
-            *("expert_ranks_of", "experts.dispatch_around", "experts.num_experts_of", "experts.own_experts_of"),
+            *(
+                "ModelParallelGroup",
+                "expert_ranks_of",
+                "experts.dispatch_around",
+                "experts.num_experts_of",
+                "experts.own_experts_of",
+            ),
             *("experts.own_hf_experts", "experts.whole_hf_experts"),
         },
         "zprecision": {"quant.PackedTensor", "quant.QuantizedTensor"},
@@ -374,7 +381,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"model_parallel_group_of", "replicas_of"},
     },
     # names of an mpu's getters
-    "deepspeed/inference/splitting.py": {"zcomm": {"mpu_getter"}},
+    "deepspeed/inference/splitting.py": {"zcomm": {"mpu_getter"}, "zpartition": {"expert_ranks_of"}},
+    "deepspeed/inference/engine.py": {"zpartition": {"expert_ranks_of"}},
     "deepspeed/utils/bwc.py": {"zcomm": {"mpu_getter"}},
     # a model split by other code: its marks, and copies compared over the tensor ranks
     "build/mpu.py": {

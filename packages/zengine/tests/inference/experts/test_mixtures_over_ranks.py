@@ -1,4 +1,4 @@
-"""Mixtures of Transformers in each dtype and over each split: the logits of the module's own forward on one process."""
+"""Mixtures of Transformers in each dtype and over each split: logits of the module's own forward on one process."""
 
 from __future__ import annotations
 
