@@ -197,7 +197,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *(f"decoding.Fused{name}" for name in ("MLPInput", "Norm", "Projection", "Rotary")),
             "decoding.MOST_SEQUENCES",
         },
-        "zpartition": {"tensor"},
+        "zpartition": {"tensor", "expert_ranks_of", "experts.num_experts_of", "experts.own_experts_of"},
     },
     # weights that rest on a drive, or of which each rank has a share
     "inference/offload.py": {
@@ -210,24 +210,16 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # decoders whose layers are split over tensor ranks
     "inference/structure.py": {"zpartition": {"ModelParallelGroup"}},
     # and whose experts are
-    "inference/quantized_modules.py": {"zpartition": {"experts.own_experts_of"}},
     "inference/experts/": {
         "zcomm": {"all_gather_object", "broadcast"},
         "zpartition": {
-            *(
-                "ModelParallelGroup",
-                "expert_ranks_of",
-                "experts.dispatch_around",
-                "experts.num_experts_of",
-                "experts.own_experts_of",
-            ),
-            *("experts.own_hf_experts", "experts.whole_hf_experts"),
+            *("ModelParallelGroup", "experts.dispatch_around", "experts.own_hf_experts", "experts.whole_hf_experts"),
         },
         "zprecision": {"quant.PackedTensor", "quant.QuantizedTensor"},
     },
     "inference/calls/path.py": {
         "zcomm": {"all_gather_object"},
-        "zpartition": {"ModelParallelGroup", "expert_ranks_of", "model_parallel_group_of"},
+        "zpartition": {"ModelParallelGroup", "model_parallel_group_of"},
     },
     # one token on all tensor ranks
     "inference/calls/transformers_style.py": {
@@ -266,10 +258,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("quant.read_awq", "quant.read_compressed", "quant.read_compressed_bytes", "quant.read_gptq"),
             "quant.read_header",
         },
-        "zpartition": {
-            *("Address", "FullTensors", "addresses_of", "check_slices", "load_own_slices"),
-            *("experts.num_experts_of", "experts.own_experts_of"),
-        },
+        "zpartition": {"Address", "FullTensors", "addresses_of", "check_slices", "load_own_slices"},
     },
     "deepspeed/inference/quantization.py": {
         "zprecision": {"quant", "quant.Format", "quant.Int4", "quant.Int8", "quant.format_name"}
@@ -288,6 +277,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {
             *(
                 "Init",
+                "expert_ranks_of",
                 "suspend_init",
                 "model_parallel_group_of",
                 "gathered",
@@ -381,8 +371,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"model_parallel_group_of", "replicas_of"},
     },
     # names of an mpu's getters
-    "deepspeed/inference/splitting.py": {"zcomm": {"mpu_getter"}, "zpartition": {"expert_ranks_of"}},
-    "deepspeed/inference/engine.py": {"zpartition": {"expert_ranks_of"}},
+    "deepspeed/inference/splitting.py": {"zcomm": {"mpu_getter"}},
     "deepspeed/utils/bwc.py": {"zcomm": {"mpu_getter"}},
     # a model split by other code: its marks, and copies compared over the tensor ranks
     "build/mpu.py": {

@@ -270,15 +270,7 @@ class _Recognition:
         qkv = _leading(linear)
         rest = linear[len(qkv) :]
         if not rest:
-            cutting = [
-                call.name for call in loose if isinstance(call.module, tensor.SplitLayer) and call not in linear
-            ]
-            raise NotRecognized(
-                f"{block.name}: all its linear layers read one tensor; none reads what attention mixed"
-                if not cutting
-                else f"{block.name}: each tensor rank cuts its part of what {', '.join(cutting)} reads, since the "
-                "attention before it is computed whole"
-            )
+            raise NotRecognized(f"{block.name}: {_no_output(loose)}")
         out, source = rest[0], qkv[0].input
         attention = self._attention(block, qkv, out, loose)
         norms = [(call, made) for call in loose if (made := match_norm(call)) is not None]
@@ -390,6 +382,16 @@ class _Recognition:
         if found is None:
             raise NotRecognized(f"{block.name} does not return the sum of its input, attention and MLP")
         return found
+
+
+def _no_output(inside: Sequence[Call]) -> str:
+    """Return the reason why no linear call reads what attention mixed."""
+    split = (call for call in inside if isinstance(call.module, tensor.SplitLayer))
+    cutting = [call.name for call in split if projection(call) is None]
+    if not cutting:
+        return "all its linear layers read one tensor; none reads what attention mixed"
+    names = ", ".join(cutting)
+    return f"each tensor rank cuts its part of what {names} reads, since the attention before it is computed whole"
 
 
 def _check_attention(block: Call) -> None:

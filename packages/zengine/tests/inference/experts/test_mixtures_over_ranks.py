@@ -12,6 +12,7 @@ from transformers_models import OTHERS, model
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
 from zengine.inference.quantized_modules import QuantizedLinear
+from zengine.inference.recognize import NotRecognized, recognize
 from zprecision.backends import native
 
 pytest.importorskip("transformers")
@@ -76,3 +77,16 @@ def test_each_split_has_the_logits_of_the_module(name: str, kind: str) -> None:
             assert max(error, fused) < {"fp32": 1e-5, "bf16": 0.02}.get(kind, 0.03), split  # activations are rounded
             if kind.startswith("int"):
                 assert error == pytest.approx(whole, abs=1e-5), "ranks have the codes of one"
+
+
+def _reason() -> str:
+    subject: Any = model("gpt-oss, attention sinks")
+    engine = deepspeed.init_inference(subject, {"dtype": "fp32", **TENSOR})
+    with pytest.raises(NotRecognized) as raised:
+        recognize(engine.module)
+    return str(raised.value)
+
+
+def test_an_attention_that_every_rank_computes_whole_is_named() -> None:
+    wanted = "model.layers.0: each tensor rank cuts its part of what model.layers.0.self_attn.o_proj reads"
+    assert all(reason.startswith(wanted) for reason in run_ranks(_reason, 2))
