@@ -1,4 +1,4 @@
-"""A NaN and a wrong order of calls: what the engine says.  (Hangs: hang.py; memory: see the tutorial.)
+"""A NaN, too little memory and a wrong order of calls: what the engine says.  (Hangs: hang.py.)
 
 python examples/debugging.py
 """
@@ -40,6 +40,11 @@ def main() -> list[str]:
     try:
         engine.step()  # without a backward
     except zengine.CallOrderError as error:
+        said.append(str(error))
+
+    try:
+        engine(x[:1].expand(2**46, 4))  # a copy in half precision has 512 TiB
+    except torch.OutOfMemoryError as error:
         said.append(str(error))
     engine.close()
     return said

@@ -40,6 +40,12 @@ def run_page(script: str, folder: str) -> str:
     return printed.getvalue()
 
 
+def run_example(name: str) -> list[str]:
+    """Run the `main` of an example on this rank; return what it does."""
+    found: list[str] = runpy.run_path(str(repo.ROOT / "examples" / f"{name}.py"))["main"]()
+    return found
+
+
 # that page starts ranks itself, which a rank may not: `dev.py docs --run` runs it
 @pytest.mark.parametrize("page", [page for page in SCRIPTS if "run_ranks" not in SCRIPTS[page]])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
@@ -66,8 +72,10 @@ def test_the_first_example_is_that_of_the_readme() -> None:
 
 
 def without_numbers_of_a_run(text: str) -> str:
-    """Replace seconds and process numbers, which differ from run to run."""
-    return re.sub(r"\d+\.\d s\b", "N s", re.sub(r"\(process \d+\)", "(process N)", text)).strip()
+    """Replace seconds, process numbers and the limits of this machine, which differ from run to run."""
+    limits = r"(?m)^Limits:\n(?:  .*\n)+"
+    text = re.sub(limits, "Limits: L\n", re.sub(r"\(process \d+\)", "(process N)", text))
+    return re.sub(r"\d+\.\d s\b", "N s", text).strip()
 
 
 @pytest.mark.parametrize("mistake", ["save", "stuck"])
@@ -89,6 +97,13 @@ def test_the_page_shows_what_a_hang_says(mistake: str, tmp_path: Path) -> None:
         timeout=110,
     )
     assert without_numbers_of_a_run(done.stdout) == without_numbers_of_a_run(shown), done.stderr
+
+
+def test_the_page_shows_what_too_little_memory_says() -> None:
+    page = (docs.PAGES / "tutorials/debugging.md").read_text(encoding="utf-8")
+    shown = page.partition('title="too little memory" }\n')[2].partition("\n```")[0]
+    [said] = run_ranks(run_example, 1, "debugging")
+    assert without_numbers_of_a_run(said[-1]) == without_numbers_of_a_run(shown)
 
 
 def test_the_picture_of_zero_is_what_the_planner_says() -> None:
