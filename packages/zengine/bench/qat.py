@@ -1,28 +1,32 @@
 #!/usr/bin/env python3
 """Training with rounded weights: the share of what 4-bit rounding loses that it regains.
 
-    python packages/zengine/bench/qat.py [--seeds 0 1 2] [--steps 2500] [--more 900] [--format int4-row-amax]
+    python packages/zengine/bench/qat.py [--seeds 0 1 2] [--steps 5000] [--more 500] [--format int4-row-amax]
 
-The main job's GPT, narrower, is trained for `--steps` steps.  Two copies go on for `--more` steps with the same
-windows and learning rates: one as before, one with `compression_training`, which rounds its linear layers in forward.
-Bits per byte of held-out text:
+The main job's GPT, small, is trained by torch alone for `--steps` steps; learning rates stay for the first half, then
+fall to 0.  Two copies go on in engines for `--more` steps, with the same windows, new optimizers and a schedule of
+their own, whose largest rate is `--lr`: one as before, one with `compression_training`, which rounds its linear
+layers in forward, and takes a share `--distil` of the loss from the logits of the model before.  Bits per byte of
+held-out text:
 
     plain      the first copy
-    rounded    the first copy as `init_inference` loads it in the format: one scale a row, no search for it
-    trained    the second copy, loaded so: its weights are, bit for bit, those that its forward used
+    rounded    the first copy with the weights that `init_inference` loads in the format: one scale a row, no search
+    trained    the second copy with those: they are, bit for bit, what its forward used
+    served     the second copy by the products of `init_inference`, which round activations to 8 bits as well
 
     lost = rounded - plain; regained = (rounded - trained) / lost
+
+With `--bases FOLDER` the weights after the first part are kept there, for other runs that differ in the second.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 from train.model import GPT, Shape
 from train.text import Corpus, read_corpus
 
-SHAPE = Shape(depth=6, width=32, heads=2, context=64)
+SHAPE = Shape(depth=2, width=32, heads=2, context=64)
 BATCH, HELD_OUT, PART = 8, 1024, 128  # windows of a step; held-out ones, and as many at once
-LR, LAST_LR, WARM_UP = 1e-2, 5e-4, 50
+LR, WARM_UP, BETAS, DECAY, CLIP = 1e-2, 50, (0.9, 0.95), 0.1, 1.0
 LAYERS = ["qkv", "attention_out", "mlp_in", "mlp_out", "head"]
 
 
@@ -50,7 +54,7 @@ def windows(text: Tensor, count: int, seed: int) -> Tensor:
     """Return (count, context + 1) bytes."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - SHAPE.context, (count,), generator=generator)
-    return torch.stack([text[start : start + SHAPE.context + 1] for start in starts.tolist()])
+    return text[starts[:, None] + torch.arange(SHAPE.context + 1)]
 
 
 @torch.no_grad()
@@ -59,29 +63,72 @@ def bits_per_byte(run: Callable[[Tensor], Tensor], text: Tensor) -> float:
     return statistics.fmean(losses) / math.log(2)
 
 
-def rate(step: int, total: int) -> float:
-    """Return a rate that rises, then falls by a cosine."""
-    falling = LAST_LR + (LR - LAST_LR) * (1 + math.cos(math.pi * step / total)) / 2
-    return falling * min(1.0, (step + 1) / WARM_UP)
+def first_rate(step: int, total: int) -> float:
+    """Return a rate that rises, stays for half of the steps, then falls to 0."""
+    return LR * min(1.0, (step + 1) / WARM_UP, 2 * (1 - step / total))
+
+
+def later_rate(step: int, total: int, peak: float) -> float:
+    """Return a rate that rises to `peak`, then falls to 0 by a cosine."""
+    return peak * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / total)) / 2
+
+
+class Scoring(GPT):
+    """The model, returning its scores as well, which distillation compares."""
+
+    def forward(self, windows: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        """Return the mean loss in nats per byte, () float32, and scores (batch, time, 256)."""
+        tokens = windows.long()
+        scores = self.logits(tokens[:, :-1])
+        return {"loss": self.part.loss(scores, tokens[:, 1:]), "logits": scores}
+
+
+def scoring(weights: dict[str, Tensor]) -> Scoring:
+    """Return the model with these weights."""
+    model = Scoring(SHAPE)
+    model.load_state_dict(weights)
+    return model
+
+
+def pretrained(seed: int, corpus: Corpus, total: int, folder: Path | None) -> nn.Module:
+    """Return the model after the first part, trained by torch or read from the folder."""
+    model, kept = GPT(SHAPE, seed=seed), folder and folder / f"base-{seed}-{total}.pt"
+    if kept and kept.exists():
+        model.load_state_dict(torch.load(kept))
+        return model
+    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=DECAY, fused=True)
+    for step in range(total):
+        for group in optimizer.param_groups:
+            group["lr"] = first_rate(step, total)
+        model(windows(corpus.train, BATCH, 10_000 * seed + step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), kept)
+    return model
 
 
 def train(
-    model: nn.Module, corpus: Corpus, steps: range, total: int, seed: int, section: dict[str, Any]
+    weights: dict[str, Tensor], batches: Iterable[Tensor], rates: Sequence[float], section: dict[str, Any]
 ) -> nn.Module:
-    """Train for these steps of `total`, and return the module."""
+    """Train a model with these weights in an engine with these learning rates, and return it."""
+    model: nn.Module = scoring(weights)
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": BETAS, "weight_decay": DECAY}},
         **({"compression_training": section} if section else {}),
     }
     if section:
-        model = zengine.init_compression(model, config)
+        teacher = scoring(weights) if "distillation" in section else None
+        model = zengine.init_compression(model, config, teacher_model=teacher)
     engine = zengine.initialize(model=model, config=config)[0]
-    for step in steps:
+    for lr, batch in zip(rates, batches):
         for group in engine.optimizer.param_groups:
-            group["lr"] = rate(step, total)
-        engine.backward(engine(windows(corpus.train, BATCH, 10_000 * seed + step)))
+            group["lr"] = lr
+        engine.backward(engine(batch)["loss"])
         engine.step()
     engine.close()
     return model
@@ -105,43 +152,73 @@ def loaded(weights: dict[str, Tensor], format_name: str) -> tuple[nn.Module, dic
     return engine, found
 
 
-def measure(seed: int, corpus: Corpus, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Return bits per byte: plain, rounded, trained."""
-    total = options.steps + options.more
-    first, rest = range(options.steps), range(options.steps, total)
+def with_linears(weights: dict[str, Tensor], linears: dict[str, Tensor]) -> nn.Module:
+    """Return the model with these weights, and others in its linear layers; its head is no longer the embedding."""
+    model = GPT(SHAPE)
+    model.load_state_dict(weights)
+    model.head = nn.Linear(SHAPE.width, len(model.token_embedding.weight), bias=False)
+    for name, values in linears.items():
+        model.get_submodule(name).weight = nn.Parameter(values)
+    return model.eval()
+
+
+def measure(seed: int, corpus: Corpus, options: argparse.Namespace) -> list[float]:
+    """Return bits per byte: plain, rounded, trained, served."""
     shared = {"enabled": True, "schedule_offset": 0, "quantize_weight_in_forward": True}
     groups = {"all": {"params": {"format": options.format}, "modules": [rf"(^|\.){name}$" for name in LAYERS]}}
-    section = {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}
-    base = train(GPT(SHAPE, seed=seed), corpus, first, total, seed, {})
-    trained = train(copy.deepcopy(base), corpus, rest, total, seed, section)
-    plain = train(base, corpus, rest, total, seed, {})
-    rounded, _ = loaded(plain.state_dict(), options.format)
-    served, found = loaded(trained.state_dict(), options.format)
+    section: dict[str, Any] = {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}
+    if options.distil:
+        section["distillation"] = {"enabled": True, "weight": options.distil}
+    rates = [later_rate(step, options.more, options.lr) for step in range(options.more)]
+
+    def batches() -> Iterator[Tensor]:
+        for step in range(options.steps, options.steps + options.more):
+            yield windows(corpus.train, BATCH, 10_000 * seed + step)
+
+    base = pretrained(seed, corpus, options.steps, options.bases).state_dict()
+    trained = train(base, batches(), rates, section)
+    plain = train(base, batches(), rates, {}).state_dict()
+    _, coarse = loaded(plain, options.format)
+    served, fine = loaded(trained.state_dict(), options.format)
     for name, layer in compressed_layers(trained).items():
-        if not torch.equal(found[name], layer.effective()[0]):
+        if not torch.equal(fine[name], layer.effective()[0]):
             raise RuntimeError(f"{name}: inference loads other weights than the forward of training used")
-    return tuple(bits_per_byte(each, corpus.validation) for each in (plain.eval(), rounded, served))
+    models = (
+        with_linears(plain, {name: plain[f"{name}.weight"] for name in coarse}),
+        with_linears(plain, coarse),
+        with_linears(trained.state_dict(), fine),
+        served,
+    )
+    return [bits_per_byte(model, corpus.validation) for model in models]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--more", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--more", type=int, default=500)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--distil", type=float, default=0.5)
+    parser.add_argument("--straight", action="store_true", help="without the gradient of the scales, to compare")
+    parser.add_argument("--bases", type=Path)
     parser.add_argument("--format", default="int4-row-amax")
     options = parser.parse_args()
     torch.set_num_threads(1)
     corpus = read_corpus()
-    print(f"{options.format}, {options.steps} + {options.more} steps")
-    print(f"{'seed':>6} {'plain':>8} {'rounded':>8} {'trained':>8} {'lost':>7} {'regained':>9}")
+    if options.straight:
+        module: Any = sys.modules["zprecision.quant.simulate"]  # its package has a function of this name
+        module.through_scales = lambda x, rounded, _: module.straight_through(x, rounded)
+    print(f"{options.format}, {GPT(SHAPE).numel:,} parameters, {options.steps} + {options.more} steps")
+    print(f"lr {options.lr}, share of distillation {options.distil}")
+    print(f"{'seed':>6} {'plain':>8} {'rounded':>8} {'trained':>8} {'served':>8} {'lost':>7} {'regained':>9}")
     gaps, shares = [], []
     for seed in options.seeds:
-        plain, coarse, trained = measure(seed, corpus, options)
+        plain, coarse, trained, served = measure(seed, corpus, options)
         gaps.append(coarse / plain - 1)
         shares.append((coarse - trained) / (coarse - plain))
-        row = f"{seed:>6} {plain:>8.4f} {coarse:>8.4f} {trained:>8.4f} {gaps[-1]:>7.2%} {shares[-1]:>9.1%}"
-        print(row, flush=True)
-    print(f"{'mean':>6} {'':>26} {statistics.fmean(gaps):>7.2%} {statistics.fmean(shares):>9.1%}")
+        row = f"{seed:>6} {plain:>8.4f} {coarse:>8.4f} {trained:>8.4f} {served:>8.4f}"
+        print(f"{row} {gaps[-1]:>7.2%} {shares[-1]:>9.1%}", flush=True)
+    print(f"{'mean':>6} {'':>35} {statistics.fmean(gaps):>7.2%} {statistics.fmean(shares):>9.1%}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_with_a_generator() 
 def test_gradients_pass_straight_through(dtype: torch.dtype, normal: Normal) -> None:
     x = normal(4, 8).to(dtype).requires_grad_()
     slope = normal(4, 8).to(dtype)
-    for rounded in (simulate(x, 4), simulate(x, 2), simulate_format(x, "int4")):
+    for rounded in (simulate(x, 4), simulate(x, 2)):
         assert rounded.dtype == dtype
         assert rounded.shape == x.shape
         (grad,) = torch.autograd.grad(rounded, x, slope)

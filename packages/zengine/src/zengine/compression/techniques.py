@@ -114,7 +114,7 @@ class RoundWeight(Technique):
 
 @attrs.frozen(kw_only=True)
 class RoundToFormat(Technique):
-    """Rounds the weight as a format of inference does, bit for bit; the gradient passes straight through."""
+    """Rounds the weight as a format of inference does, bit for bit; the gradient includes that of the scales."""
 
     name = "weight_quantization"
 

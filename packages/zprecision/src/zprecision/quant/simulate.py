@@ -11,13 +11,13 @@ has one scale, computed from its own values (or from a given range):
 | binary | 1 | mean abs x | -s or s, 0 for 0 |
 
 `simulate_format` rounds to a `Format` instead, and gives the bits that `dequantize(quantize(x))` gives: a model that
-is trained with it is the model that is served.
+is trained with it is the model that is served.  Its gradient includes the scale (scale_gradient.py).
 
 A largest x above 0 loses a step of the symmetric law.
 
-Everything is computed in float32 (float64 for float64) and rounded to the tensor's dtype once.  Gradients pass
-straight through: d out / d x = 1 (Bengio et al. 2013).  Groups of zeros stay zeros, and groups of one value stay
-unchanged where the asymmetric scale would be 0; DeepSpeed divides by 0 there.
+Everything is computed in float32 (float64 for float64) and rounded to the tensor's dtype once.  Gradients of
+`simulate` pass straight through: d out / d x = 1 (Bengio et al. 2013).  Groups of zeros stay zeros, and groups of one
+value stay unchanged where the asymmetric scale would be 0; DeepSpeed divides by 0 there.
 
 Rejected: x + (q - x).detach() for the gradient, whose value is not q in every bit.
 """
@@ -29,8 +29,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from zprecision.quant.formats import Format
+from zprecision.quant.formats import Format, format_named
 from zprecision.quant.quantize import dequantize, quantize
+from zprecision.quant.scale_gradient import through_scales
 
 __all__ = ["QuantizerKind", "Rounding", "round_to_bits", "simulate", "simulate_format", "straight_through"]
 
@@ -54,11 +55,13 @@ def simulate(
 
 
 def simulate_format(x: Tensor, format: Format | str) -> Tensor:
-    """Return the values of `x`, (..., K), in `format`, in the dtype of `x`; the gradient passes straight through.
+    """Return the values of `x`, (..., K), in `format`, in the dtype of `x`.
 
-    The same bits as `dequantize(quantize(x, format))`.  Raises as `quantize`.
+    The same bits as `dequantize(quantize(x, format))`.  The gradient passes straight through the rounding, and
+    reaches the elements that set a scale (scale_gradient.py).  Raises as `quantize`.
     """
-    return straight_through(x, dequantize(quantize(x, format)))
+    rounded = dequantize(quantize(x, format))
+    return through_scales(x, rounded, format_named(format) if isinstance(format, str) else format)
 
 
 def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
