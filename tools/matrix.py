@@ -3,11 +3,13 @@
 
     python3 tools/dev.py matrix [PYTEST ARGUMENTS...]
     python3 tools/dev.py matrix --python 3.12 packages/zoptim
+    python3 tools/dev.py matrix --smoke
 
 supported.toml lists the pairs of Python and torch.  For each pair whose interpreter is found (python3.12 on PATH, or
 below ~/.pyenv/versions) an environment in .cache/matrix gets this torch and everything else that .venv has; then
-pytest runs there, with `-n 2`.  Without arguments all tests run, and a pass is recorded in supported.toml.
-Environments are kept: a second run starts at once.  Each takes about 1.5 GB.
+pytest runs there, with `-n 2`.  Without arguments all tests run, and a pass is recorded in supported.toml; `--smoke`
+runs the examples of READMEs and docstrings and the loss curves, in minutes, and records that apart.  Environments are
+kept: a second run starts at once.  Each takes about 1.5 GB.
 
 Standard library only.
 """
@@ -32,6 +34,7 @@ import tomllib
 
 TABLE = repo.ROOT / "tools" / "supported.toml"
 PLACE = repo.ROOT / ".cache" / "matrix"
+SMOKE = ("tests/docs/test_examples.py", "tests/parity/test_loss_curves.py")
 
 
 class Pair(NamedTuple):
@@ -97,23 +100,31 @@ def test(pair: Pair, python: str, arguments: Sequence[str]) -> bool:
     return subprocess.run(command, cwd=repo.ROOT, env=environ, check=False).returncode == 0
 
 
-def record(text: str, pair: Pair, date: str) -> str:
-    """Return supported.toml with a pass of all tests for `pair` on `date`."""
+def record(text: str, pair: Pair, date: str, *, smoke: bool = False) -> str:
+    """Return supported.toml with a pass of all tests, or of the smoke tests, for `pair` on `date`."""
     head = f'[[pair]]\npython = "{pair.python}"\ntorch = "{pair.torch}"\n'
     assert text.count(head) == 1, pair
     before, _, after = text.partition(head)
-    rest = re.sub(r"\A(?:passed = .*\n)?(?:tests = .*\n)?", "", after)
+    keys = re.match(r"(?:\w+ = .*\n)*", after)
+    lines = keys[0].splitlines(keepends=True) if keys else []
+    rest = after[sum(map(len, lines)) :]
+    if smoke:
+        kept = [line for line in lines if not line.startswith("smoke")]
+        return "".join([before, head, *kept, f'smoke = "{date}"\n', rest])
     return f'{before}{head}passed = "{date}"\ntests = "all"\n{rest}'
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="dev.py matrix", description=(__doc__ or "").splitlines()[0])
+    result.add_argument("--smoke", action="store_true", help="only the examples and the loss curves")
     result.add_argument("--python", action="append", metavar="3.12", help="only this version (repeatable)")
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, arguments = parser().parse_known_args(argv)
+    is_whole = not arguments  # of the chosen tests, so that a pass counts
+    arguments = [*(SMOKE if options.smoke else ()), *arguments]
     table = pairs(TABLE.read_text())
     chosen = [pair for pair in table if not options.python or pair.python in options.python]
     if not chosen:
@@ -131,8 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except devenv.SetupError as error:
             results[pair] = f"FAILED to install\n{error}"
             continue
-        if passed and not arguments:
-            TABLE.write_text(record(TABLE.read_text(), pair, datetime.date.today().isoformat()))
+        if passed and is_whole:
+            today = datetime.date.today().isoformat()
+            TABLE.write_text(record(TABLE.read_text(), pair, today, smoke=options.smoke))
         what = "all tests" if not arguments else " ".join(arguments)
         results[pair] = f"{'ok' if passed else 'FAILED'} in {time.monotonic() - start:.0f} s ({what})"
     for pair, result in results.items():

@@ -39,6 +39,18 @@ def test_a_pass_is_recorded_once_and_replaces_an_older_one() -> None:
     assert "2030-01-02" not in text
 
 
+def test_a_smoke_test_is_recorded_apart_and_ends_with_a_pass_of_all() -> None:
+    pair = next(pair for pair in matrix.pairs(TABLE) if not pair.passed)
+    text = matrix.record(matrix.record(TABLE, pair, "2030-01-02", smoke=True), pair, "2030-02-03", smoke=True)
+    assert matrix.pairs(text) == matrix.pairs(TABLE), "no pass"
+    assert text.count('smoke = "2030-02-03"') == 1
+    assert "2030-01-02" not in text
+    passed = matrix.record(text, pair, "2030-03-04")
+    assert "2030-02-03" not in passed
+    old = next(pair for pair in matrix.pairs(TABLE) if pair.passed)
+    assert matrix.pairs(matrix.record(TABLE, old, "2030-01-02", smoke=True)) == matrix.pairs(TABLE)
+
+
 def test_an_interpreter_counts_only_if_it_starts_and_has_the_version(tmp_path: Path) -> None:
     here = "{}.{}".format(*sys.version_info[:2])
     assert matrix.find_interpreter(here) == sys.executable
