@@ -206,7 +206,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     "deepspeed/inference/offloading.py": {"zcomm": {"duplicate_group"}},
     # bytes of quantized weights
-    "deepspeed/inference/memory.py": {"zprecision": {"quant.Format", "quant.Int4", "quant.Int8"}},
+    "deepspeed/inference/memory.py": {
+        "zprecision": {"quant.Format", "quant.Int4", "quant.Int8"},
+        "zpartition": {"experts", "expert_ranks_of"},
+    },
     # decoders whose layers are split over tensor ranks
     "inference/structure.py": {"zpartition": {"ModelParallelGroup"}},
     # and whose experts are

@@ -12,6 +12,8 @@ from transformers_models import MODELS, SIZES, model
 
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
+from zengine.deepspeed.inference.memory import estimate
+from zengine.deepspeed.inference.splitting import degrees
 from zengine.inference.experts.gather import whole_experts
 from zengine.inference.experts.separate import SeparateExperts, stacks_in
 from zengine.inference.quantized_modules import QuantizedLinear
@@ -238,3 +240,23 @@ def test_blocks_that_rest_on_a_drive_are_quantized_too(tmp_path: Path) -> None:
         assert is_streamed
         assert error < 1e-5
         assert has_ranks
+
+
+def _bytes(given: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of a rank's weights: estimated before, held, and estimated of the model that is split."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}  # of whole groups
+    engine = _engine(model(MIXTRAL, **sizes), **given, **OVER_TWO)
+    config = engine._config.quantization
+    parts = [*engine.module.parameters(), *engine.module.buffers()]
+    parts += [part for layer in _codes(engine).values() for part in layer]
+    needed = estimate(model(MIXTRAL, **sizes), torch.float32, config, *degrees(engine._config.parallelism))
+    again = estimate(engine.module, torch.float32, None, 1, 2)
+    return needed.weights_bytes, sum(part.nbytes for part in parts), again.weights_bytes
+
+
+def test_the_estimate_of_memory_has_a_ranks_experts() -> None:
+    for needed, held, again in run_ranks(_bytes, 2, {}):
+        assert needed == held == again
+    for needed, held, again in run_ranks(_bytes, 2, quant(8)):
+        assert needed == pytest.approx(held, rel=0.02)
+        assert again == pytest.approx(held, rel=0.01)

@@ -544,8 +544,8 @@ def _check_memory(
 ) -> None:
     if config.offload is not None:
         return  # two blocks at a time
-    ranks = max(1, config.parallelism.tensor.size)
-    needed = memory.estimate(module, dtype, config.quantization, ranks)
+    tensor_ranks, expert_ranks = splitting.degrees(config.parallelism)
+    needed = memory.estimate(module, dtype, config.quantization, tensor_ranks, expert_ranks)
     available = get_accelerator().available_memory()
     memory.check_min_tokens(needed, module, device, config.min_out_tokens, available)
 

@@ -7,6 +7,7 @@ Bytes of the module that lie on the device already count as available: casting a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from torch import nn
 from zengine.deepspeed.inference.quantization import WeightQuantization
 from zengine.inference.experts.separate import stacks_in
 from zengine.inference.quantized_modules import QuantizedLinear, linear_weights
+from zpartition import expert_ranks_of
 from zprecision.quant import Format, Int4, Int8
 
 __all__ = ["InferenceMemory", "check_min_tokens", "estimate"]
@@ -38,22 +40,26 @@ class InferenceMemory:
 
 
 def estimate(
-    module: nn.Module, dtype: torch.dtype, quantization: WeightQuantization | None, num_ranks: int = 1
+    module: nn.Module,
+    dtype: torch.dtype,
+    quantization: WeightQuantization | None,
+    num_ranks: int = 1,
+    expert_ranks: int = 1,
 ) -> InferenceMemory:
     """Return the bytes of `module`, whole, perhaps on the meta device, after casting and quantizing.
 
-    num_ranks: tensor ranks that share weights and heads about equally.
+    num_ranks: tensor ranks that share weights and heads about equally.  expert_ranks: that share the experts.
     """
     formats = {} if quantization is None else _formats(module, quantization)
+    shared = {id(param) for each in _whole_experts(module) for param in each.parameters()}
     total = 0.0
     for tensor in (*module.parameters(), *module.buffers()):
         format = formats.get(id(tensor))
         itemsize = dtype.itemsize if tensor.is_floating_point() else tensor.dtype.itemsize
-        total += tensor.numel() * (itemsize if format is None else _bits(format) / 8)
-    total += sum(each.weight.nbytes for each in module.modules() if isinstance(each, QuantizedLinear))
-    return InferenceMemory(
-        weights_bytes=int(total / num_ranks), token_bytes=int(_kv_numel(module) * dtype.itemsize / num_ranks)
-    )
+        nbytes = tensor.numel() * (itemsize if format is None else _bits(format) / 8)
+        total += nbytes / (expert_ranks if expert_ranks > 1 and id(tensor) in shared else num_ranks)
+    total += sum(each.weight.nbytes for each in module.modules() if isinstance(each, QuantizedLinear)) / num_ranks
+    return InferenceMemory(weights_bytes=int(total), token_bytes=int(_kv_numel(module) * dtype.itemsize / num_ranks))
 
 
 def check_min_tokens(
@@ -76,6 +82,13 @@ def check_min_tokens(
         f"{needed.weights_bytes:,} bytes, keys and values {min_tokens * needed.token_bytes:,}, available {room:,}; "
         f"{advice}."
     )
+
+
+def _whole_experts(module: nn.Module) -> Iterable[nn.Module]:
+    """Return the stacks and lists of experts of which each rank will hold a part; none if it does already."""
+    from zpartition import experts
+
+    return () if expert_ranks_of(module).size > 1 else experts.find_experts(module).values()
 
 
 def _formats(module: nn.Module, quantization: WeightQuantization) -> dict[int, Format]:

@@ -27,7 +27,7 @@ from zengine.deepspeed.inference.parallel import NO_GROUP, ParallelGroup, Parall
 from zpartition import tensor
 from zpartition.tensor import TensorPlan
 
-__all__ = ["Split", "num_ranks", "plan_split", "written_plan"]
+__all__ = ["Split", "degrees", "num_ranks", "plan_split", "written_plan"]
 
 log = logging.getLogger("zengine")
 
@@ -101,6 +101,13 @@ def plan_split(module: nn.Module, parallelism: Parallelism) -> Split:
     if not _has_many_ranks(layers):
         return Split(experts=stacks)
     return attrs.evolve(_plan_layers(module, parallelism), experts=stacks)
+
+
+def degrees(parallelism: Parallelism) -> tuple[int, int]:
+    """Return how many ranks split the layers, and how many share the experts."""
+    given = ((each.size, _given_group(each)) for each in (parallelism.tensor, parallelism.experts))
+    tensor_ranks, expert_ranks = (max(1, size) if group is None else zcomm.group_size(group) for size, group in given)
+    return tensor_ranks, expert_ranks
 
 
 def num_ranks() -> int:
