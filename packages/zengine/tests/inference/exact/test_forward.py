@@ -350,3 +350,28 @@ def test_a_forward_is_replaced_once() -> None:
     assert subject(torch.zeros(1)) == 1
     replaced.close()
     assert "forward" not in vars(subject)
+
+
+@both
+def test_sixteen_bits_may_be_coarse_at_a_few_positions_but_not_at_most(dtype: torch.dtype) -> None:
+    """A model of large weights in bfloat16 is 5% from itself in float32 at some positions; another form is at all."""
+    subject, ids, is_wide = made("LLaMA").to(dtype).eval(), draw(2, 12), dtype == torch.float32
+    with torch.no_grad(), exact_forward(subject) as exact:
+        own = subject(ids[:1]).logits.float()  # some models return float32 logits of narrow weights
+        largest = own.abs().max()
+
+        def moved(positions: slice, by: float) -> Tensor:
+            other = own.clone()
+            other[:, positions, 0] += by * largest
+            return other
+
+        def run(module: nn.Module, tokens: Tensor) -> Any:
+            return module(tokens).logits
+
+        exact.check(subject, run, moved(slice(3, 5), 1e-5 if is_wide else 0.1), ids)
+        for positions, by in ((slice(3, 4), 0.3), (slice(0, 12), 0.1)):
+            with pytest.raises(NotExact, match="differs from its own by"):
+                exact.check(subject, run, moved(positions, by), ids)
+        if is_wide:
+            with pytest.raises(NotExact, match="differs from its own by"):
+                exact.check(subject, run, moved(slice(3, 5), 1e-3), ids)
