@@ -37,7 +37,7 @@ _MOMENTS = ("row_var", "col_var", "variance")
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch.optim.Adafactor with grad_scale and found_inf: same arguments, same state.
+    """torch.optim.Adafactor (Shazeer and Stern 2018) with grad_scale and found_inf: same arguments, same state.
 
     lr >= 0 bounds the relative step; beta2_decay <= 0; eps (None or number, number); d >= 1; weight_decay >= 0.
     A tensor lr is read on the host.  `grad_scale` and `found_inf` as in FlatOptimizer; `p.grad` is never written.

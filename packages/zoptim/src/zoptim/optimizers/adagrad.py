@@ -31,7 +31,7 @@ _SUM = "sum"
 
 
 class Adagrad(FlatOptimizer):
-    """Adagrad: lr >= 0, lr_decay >= 0, weight_decay >= 0 (added to the gradient), eps >= 0.
+    """Adagrad (Duchi et al. 2011): lr >= 0, lr_decay >= 0, weight_decay >= 0 (added to the gradient), eps >= 0.
 
     `initial_accumulator_value` >= 0 is the initial sum of squares.  For `state_dtype`, `split_master`, `fused` and
     `foreach` see FlatOptimizer.

@@ -46,7 +46,7 @@ class LambLayout:
 
 
 class LAMB(FlatOptimizer):
-    """LAMB: lr >= 0; betas in [0, 1); eps >= 0; weight_decay >= 0, part of the direction.
+    """LAMB (You et al. 2020): lr >= 0; betas in [0, 1); eps >= 0; weight_decay >= 0, part of the direction.
 
     The trust ratio lies in [min_coeff, max_coeff], and is 1 if a norm is zero.  `eps_inside_sqrt` and
     `bias_correction` as in DeepSpeed.  For `state_dtype`, `split_master`, `fused` and `foreach` see FlatOptimizer.

@@ -18,7 +18,7 @@ __all__ = ["Lion"]
 
 
 class Lion(FlatOptimizer):
-    """Lion: every element moves by lr against the sign of an interpolated gradient.
+    """Lion (Chen et al. 2023): every element moves by lr against the sign of an interpolated gradient.
 
     lr >= 0, a third to a tenth of AdamW's; betas in [0, 1): the interpolation factors of the step and of the moment
     (0.9, 0.99 in the paper; 0.9, 0.999 in DeepSpeed); weight_decay >= 0, decoupled, three to ten times AdamW's.  For

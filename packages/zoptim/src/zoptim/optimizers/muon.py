@@ -45,7 +45,7 @@ def is_matrix(name: str, param: Tensor) -> bool:
 
 
 class Muon(Adam):
-    """Muon for matrices, AdamW for other parameters.
+    """Muon (Jordan et al. 2024) for matrices, AdamW for other parameters.
 
     lr >= 0, for both unless `muon_lr` or `adam_lr` is given; momentum in [0, 1); weight_decay >= 0, decoupled;
     `ns_steps` Newton-Schulz iterations by `ns_method` "standard" or "gram"; `adjust_lr` "original" or

@@ -281,7 +281,7 @@ class CompressedAdam(Adam):
 
 
 class OneBitAdam(CompressedAdam):
-    """1-bit Adam: AdamW without bias correction until `freeze_step`, then with compressed momenta.
+    """1-bit Adam (Tang et al. 2021): AdamW without bias correction until `freeze_step`, then with compressed momenta.
 
     lr >= 0; `freeze_step` calls of `step` before compression, at least 2, or "auto"; betas in [0, 1); eps >= 0;
     weight_decay >= 0, decoupled.  Accepted for DeepSpeed's configs and without effect: `bias_correction` (moments

@@ -50,7 +50,7 @@ class _Part:
 
 
 class OneBitLamb(CompressedAdam):
-    """1-bit LAMB: lr >= 0; betas in [0, 1); eps >= 0; weight_decay >= 0, part of the direction.
+    """1-bit LAMB (Li et al. 2021): lr >= 0; betas in [0, 1); eps >= 0; weight_decay >= 0, part of the direction.
 
     `freeze_step` as in OneBitAdam.  `max_coeff` and `min_coeff` bound the trust ratio in the warm-up; `coeff_beta` is
     the weight of the past in its running mean; `factor_max`, `factor_min` and `factor_threshold` bound what corrects

@@ -31,7 +31,7 @@ _COUNTS = ("var_interval", "var_counter", "local_interval", "local_counter")
 
 
 class ZeroOneAdam(CompressedAdam):
-    """0/1 Adam: lr >= 0; betas in [0, 1); eps >= 0; weight_decay >= 0, decoupled; no bias correction.
+    """0/1 Adam (Lu et al. 2022): lr >= 0; betas in [0, 1); eps >= 0; decoupled weight_decay >= 0; no bias correction.
 
     `var_freeze_step`: second moments are frozen after the next step.  `var_update_scaler`: updates of them before
     their interval doubles.  `local_step_scaler`: local steps before their interval doubles, up to

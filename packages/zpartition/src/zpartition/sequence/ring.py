@@ -123,7 +123,7 @@ def ring_attention(
 ) -> Tensor:
     """Compute torch's scaled_dot_product_attention over a sequence that is split over the ranks of `group`.
 
-    Every rank has equally many tokens.
+    Ring attention (Liu et al. 2023).  Every rank has equally many tokens.
 
     query: (batch, heads, tokens of this rank, width).
     key, value: the same with as many heads or a divisor of them.
