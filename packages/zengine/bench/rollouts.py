@@ -2,8 +2,9 @@
 
     .venv/bin/python packages/zengine/bench/rollouts.py --rounds 15
 
-Switch: gathering the model's weights and building the decoder over them, over plain all-gathers of the same sizes
-between buffers that stay, in turns with it; at three sizes of model.
+Switch: gathering the model's weights and building the decoder over them, over plain all-gathers of the same sizes, in
+turns with it; at three sizes of model.  The all-gathers write into buffers that stay, or into new ones each time: a
+switch that holds no memory between rollouts cannot cost less than those.
 
 Refilled slots: samples whose mean length is 0.4 of the longest, over 4 slots, against static batches as peers run
 them: a batch keeps its 4 rows until its longest sample has ended.  Static batches that drop rows as they end are
@@ -24,6 +25,7 @@ import zcomm
 from zcomm.testing import run_ranks
 from zengine.inference.generation import Request, generate
 from zengine.rollout import RolloutConfig, SamplingConfig
+from zpartition.memory.buffers import BufferPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from exact import engine_of, ratio, seconds
@@ -32,8 +34,8 @@ LENGTHS = [50, 5, 10, 15] * 4  # of samples: mean / longest = 0.4
 SLOTS = 4
 
 
-def switch_ratio(width: int, blocks: int, rounds: int) -> tuple[float, float]:
-    """Return a switch at stage 3 over the all-gathers of its bytes, and the bytes in MB."""
+def switch_ratios(width: int, blocks: int, rounds: int) -> tuple[float, float, float]:
+    """Return a switch at stage 3 over all-gathers into buffers that stay, and into new ones; and the bytes in MB."""
     engine = engine_of(width, blocks, 3)
     engine.rollout([[1, 2]], n=1, sampling=SamplingConfig(max_new_tokens=2))  # recognizes the decoder
     storages = [each for unit in engine.parts.partition.unsharder.units.values() for each in unit.storages]
@@ -49,9 +51,14 @@ def switch_ratio(width: int, blocks: int, rounds: int) -> tuple[float, float]:
         for whole, shard in zip(wholes, shards):
             zcomm.all_gather(whole, shard)
 
-    found = ratio(switch, gather, rounds)
+    def gather_anew() -> None:
+        pool = BufferPool(torch.device("cpu"))
+        for whole, shard in zip([pool.obtain(each.numel(), torch.float32) for each in wholes], shards):
+            zcomm.all_gather(whole, shard)
+
+    found = ratio(switch, gather, rounds), ratio(switch, gather_anew, rounds)
     engine.close()
-    return found, sum(whole.numel() for whole in wholes) * 4 / 1e6
+    return *found, sum(whole.numel() for whole in wholes) * 4 / 1e6
 
 
 def refill_ratios(width: int, blocks: int, rounds: int) -> tuple[float, float, float]:
@@ -109,8 +116,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     for width in (256, 512, 1024):
-        found, megabytes = run_ranks(switch_ratio, options.ranks, width, 4, options.rounds, timeout_s=900)[0]
-        print(f"switch at stage 3 / all-gathers of its {megabytes:.1f} MB: {found:.2f}", flush=True)
+        kept, fresh, megabytes = run_ranks(switch_ratios, options.ranks, width, 4, options.rounds, timeout_s=900)[0]
+        print(f"switch at stage 3 / all-gathers of its {megabytes:.1f} MB: {kept:.2f}; into new memory: {fresh:.2f}")
+        sys.stdout.flush()
     for width, blocks in ((256, 4), (768, 8)):
         static, dropping, millions = run_ranks(refill_ratios, 1, width, blocks, options.rounds, timeout_s=900)[0]
         model = f"{millions:.0f}M weights, mean / longest = 0.4"
