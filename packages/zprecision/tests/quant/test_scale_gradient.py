@@ -76,14 +76,15 @@ def test_two_levels_of_scales_pass_straight_through(name: str, normal: Normal) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["int4", "int4-row-amax", "int4-g64-minmax", "q8_0", "nf4"])
-def test_rows_that_are_padded_and_zeros_have_gradients(name: str, dtype: torch.dtype, normal: Normal) -> None:
+def test_rows_that_are_padded_zero_or_tiny_have_gradients(name: str, dtype: torch.dtype, normal: Normal) -> None:
     x, slope = normal(3, 80).to(dtype), normal(3, 80).to(dtype)
     x[1] = 0
+    x[2] *= 1e-39  # subnormal numbers, whose inverse overflows
     x.requires_grad_()
     (found,) = torch.autograd.grad(simulate_format(x, name), x, slope)
     assert found.dtype == dtype
     assert bool(found.isfinite().all())
-    assert torch.equal(found[1], slope[1])
+    assert torch.equal(found[1:], slope[1:])
     untouched = (found == slope).float().mean()
     assert untouched > 0.8 or name == "int4"  # only what sets a scale has more
 

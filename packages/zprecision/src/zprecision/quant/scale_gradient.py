@@ -54,7 +54,7 @@ def scale_gradient(grad: Tensor, x: Tensor, rounded: Tensor, format: Format) -> 
 
 
 def _log_scale_slope(runs: Tensor, values: Tensor, format: Format) -> Tensor:
-    """Return d log s / dx of groups (..., G, g); 0 for groups of zeros."""
+    """Return d log s / dx of groups (..., G, g); 0 for groups of zeros, and of subnormal numbers."""
     found = integers(format)
     rule = found.scale if found is not None else "amax"
     if rule == "search":
@@ -69,8 +69,8 @@ def _log_scale_slope(runs: Tensor, values: Tensor, format: Format) -> Tensor:
 
 
 def _divided(values: Tensor, by: Tensor) -> Tensor:
-    """Return values / by; 0 where `by` is 0."""
-    return torch.where(by != 0, values / by, 0.0)
+    """Return values / by; 0 where `by` is 0 or subnormal, since the quotient may overflow there."""
+    return torch.where(by.abs() >= torch.finfo(by.dtype).tiny, values / by, 0.0)
 
 
 class _ThroughScales(torch.autograd.Function):
