@@ -31,14 +31,12 @@ from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.tensors.whole import part_of
 
 __all__ = [
-    *(
-        "dispatch_around",
-        "num_experts_of",
-        "own_experts_of",
-        "own_hf_experts",
-        "shard_hf_experts",
-        "whole_hf_experts",
-    ),
+    "dispatch_around",
+    "num_experts_of",
+    "own_experts_of",
+    "own_hf_experts",
+    "shard_hf_experts",
+    "whole_hf_experts",
 ]
 
 _made_classes: dict[type[nn.Module], type[nn.Module]] = {}
