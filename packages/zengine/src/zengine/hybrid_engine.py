@@ -359,8 +359,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         try:
             if isinstance(prompt, Tensor):
                 reject_prompt(prompt.shape[-1], weights.capacity, PLACE)
+            if weights.skeleton is None or self._runs_own_forward(given):
+                return ""
             longest, new = lengths_asked(self.module, given)
-            if weights.skeleton is None or not new or self._runs_own_forward(given):
+            if not new:
                 return ""
             num_positions = weights.skeleton.max_positions
             limit = min(weights.capacity, num_positions or weights.capacity)

@@ -12,6 +12,7 @@ from random_decoders import FORMS, VOCABULARY, Form, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zengine.inference import fused
 from zengine.inference.cache import KVCache, cache_bytes
 from zengine.inference.decoder import DecoderPass
 from zengine.inference.quantized import quantized
@@ -212,6 +213,7 @@ def test_without_kernels_torch_decodes() -> None:
 
 @needs_kernels
 def test_a_decoder_of_which_nothing_is_fused_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    fused._log_once.cache_clear()  # other tests may have told it
     for _ in range(2):
         assert steps_of(make(Form(), torch.float64)).fused.fused == ()
     assert caplog.text.count("no part of the decoder is fused, so torch decodes") == 1

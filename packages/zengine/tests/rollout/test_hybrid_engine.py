@@ -403,6 +403,56 @@ def test_the_limits_of_a_generation_config_are_those_that_somebody_set() -> None
     assert lengths_asked(module, {"inputs": "text", "max_new_tokens": 3}) == (0, 0)
 
 
+def _limits(**given: int) -> list[dict[str, int]]:
+    """No limit, either, and both."""
+    names = ("max_new_tokens", "max_length")
+    return [{}, *({name: given[name]} for name in names), given]
+
+
+def test_new_tokens_asked_for_are_those_that_transformers_prepares() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 64}
+    module, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.ones(1, 6, dtype=torch.int64)
+    prepared: list[int] = []
+
+    def loop(_: Any, input_ids: torch.Tensor, *, generation_config: Any, **__: Any) -> torch.Tensor:
+        prepared.append(generation_config.max_length - input_ids.shape[1])
+        return input_ids
+
+    for own in _limits(max_new_tokens=5, max_length=30):
+        module.generation_config = transformers.GenerationConfig(**own)
+        for other in _limits(max_new_tokens=6, max_length=31):
+            for given in _limits(max_new_tokens=7, max_length=32):
+                asked = {"input_ids": ids, "generation_config": transformers.GenerationConfig(**other), **given}
+                module.generate(**asked, custom_generate=loop)
+                expected = prepared[-1] if own or other or given else 0
+                assert lengths_asked(module, asked) == (6, expected), (own, other, given)
+
+
+class Configured(TinyLM):
+    """Generates in its own way, with a config that is not Transformers'."""
+
+    class Config:
+        def __init__(self, length: int) -> None:
+            self.max_length = length
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation_config = self.Config(500)
+
+    def generate(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([input_ids, self(input_ids)[:, -1:].argmax(-1)], dim=1)
+
+
+def test_a_config_of_another_kind_sets_no_limit() -> None:
+    engine, ids = engine_of(0, Configured()), torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        expected = engine.module.generate(ids)
+    for _ in range(2):  # the first call recognizes the module
+        assert torch.equal(engine.generate(ids), expected)
+    engine.close()
+
+
 def test_no_prompts_are_no_samples() -> None:
     engine = engine_of()
     rollout = engine.rollout([], sampling=SAMPLING)

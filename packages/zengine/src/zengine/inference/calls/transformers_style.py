@@ -123,7 +123,8 @@ def unfused_argument(module: nn.Module, given: Mapping[str, Any], make: Any = No
 def lengths_asked(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
     """Return the tokens of the longest prompt, without padding, and how many new ones the arguments ask for.
 
-    Both are 0 for arguments that do not say it: prompts that are no tensor, no limit but Transformers' default.
+    Both are 0 for arguments that do not say it: prompts that are no tensor, no limit but Transformers' default.  As
+    there, each limit comes from the call, its config or the module's, and max_new_tokens of any goes first.
     """
     prompt, mask = given.get("inputs", None), given.get("attention_mask")
     prompt = given.get("input_ids") if prompt is None else prompt
@@ -134,11 +135,11 @@ def lengths_asked(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int
     if isinstance(mask, Tensor) and mask.shape == prompt.shape and mask.numel():
         longest = int(mask.bool().sum(1).max())
     configs = (given.get("generation_config"), getattr(module, "generation_config", None))
-    for source in (given, *map(_limits_of, configs)):
-        if source.get("max_new_tokens") is not None:
-            return longest, int(source["max_new_tokens"])
-        if source.get("max_length") is not None:
-            return longest, max(int(source["max_length"]) - width, 1)
+    sources = (given, *map(_limits_of, configs))
+    for name, ahead in (("max_new_tokens", 0), ("max_length", width)):
+        limit = next((source[name] for source in sources if source.get(name) is not None), None)
+        if limit is not None:
+            return longest, max(int(limit) - ahead, 1)
     return longest, 0
 
 
