@@ -403,6 +403,24 @@ def test_the_limits_of_a_generation_config_are_those_that_somebody_set() -> None
     assert lengths_asked(module, {"inputs": "text", "max_new_tokens": 3}) == (0, 0)
 
 
+def _one_rank_asks_for_no_number() -> str:
+    engine, prompt = engine_of(3), torch.ones(1, 30, dtype=torch.int64)
+    engine.generate(prompt, max_new_tokens=2)  # recognizes the module
+    try:
+        found = str(engine.generate(prompt, max_new_tokens="many" if engine.global_rank == 1 else 2).shape)
+    except (TypeError, ValueError) as error:
+        found = type(error).__name__
+    assert engine.generate(prompt, max_new_tokens=2).shape == (1, 32), "all ranks go on"
+    engine.close()
+    return found
+
+
+def test_a_limit_that_is_no_number_fails_on_its_rank_alone() -> None:
+    first, second = run_ranks(_one_rank_asks_for_no_number, 2)
+    assert first == "torch.Size([1, 32])"
+    assert second in ("TypeError", "ValueError")
+
+
 def _limits(**given: int) -> list[dict[str, int]]:
     """No limit, either, and both."""
     names = ("max_new_tokens", "max_length")

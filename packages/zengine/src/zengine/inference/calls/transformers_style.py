@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, final
 
 import attrs
@@ -123,8 +124,9 @@ def unfused_argument(module: nn.Module, given: Mapping[str, Any], make: Any = No
 def lengths_asked(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
     """Return the tokens of the longest prompt, without padding, and how many new ones the arguments ask for.
 
-    Both are 0 for arguments that do not say it: prompts that are no tensor, no limit but Transformers' default.  As
-    there, each limit comes from the call, its config or the module's, and max_new_tokens of any goes first.
+    Each is 0 for arguments that do not say it: prompts that are no tensor, a limit that is no number (`generate` says
+    so, on its rank), no limit but Transformers' default.  As there, each limit comes from the call, its config or
+    the module's, and max_new_tokens of any goes first.
     """
     prompt, mask = given.get("inputs", None), given.get("attention_mask")
     prompt = given.get("input_ids") if prompt is None else prompt
@@ -139,7 +141,7 @@ def lengths_asked(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int
     for name, ahead in (("max_new_tokens", 0), ("max_length", width)):
         limit = next((source[name] for source in sources if source.get(name) is not None), None)
         if limit is not None:
-            return longest, max(int(limit) - ahead, 1)
+            return longest, max(int(limit) - ahead, 1) if isinstance(limit, Integral) else 0
     return longest, 0
 
 
