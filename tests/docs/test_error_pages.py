@@ -61,6 +61,8 @@ def test_a_placeholder_is_no_link_and_the_variable_comes_first(monkeypatch: pyte
     )
     monkeypatch.setenv("ZENGINE_DOCS", "/srv/site/")
     assert where(Page.CHECKPOINTS) == "See /srv/site/tutorials/checkpoints.html"
+    monkeypatch.setenv("ZENGINE_DOCS", "http://[::1")  # what is no address does not hide the error
+    assert where(Page.CHECKPOINTS) == "See http://[::1/tutorials/checkpoints.html"
 
 
 def test_the_address_and_the_places_are_those_of_the_site() -> None:

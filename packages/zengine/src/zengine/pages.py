@@ -48,12 +48,12 @@ class Page(enum.Enum):
 
 def where(page: Page) -> str:
     """Return the sentence that says where `page` is: below ZENGINE_DOCS, below `SITE`, or in the repository."""
-    base = os.environ.get(_VARIABLE, "") or SITE
-    if (urlsplit(base).hostname or "").endswith(".example"):
+    given = os.environ.get(_VARIABLE, "")
+    if not given and (urlsplit(SITE).hostname or "").endswith(".example"):
         return (
             f"See {page.source} in the repository. {_VARIABLE}=ADDRESS or FOLDER of the built site makes this a link."
         )
-    return f"See {base.rstrip('/')}/{page.value}"
+    return f"See {(given or SITE).rstrip('/')}/{page.value}"
 
 
 def explained(page: Page) -> Callable[[E], E]:

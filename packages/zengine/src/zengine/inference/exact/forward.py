@@ -210,7 +210,7 @@ class ExactForward:
         if not (median <= most and worst <= at_worst):  # also for NaN
             raise NotExact(
                 f"the exact forward of {type(module).__name__} differs from its own by {worst:.1e} of the largest "
-                f"logit at the worst position and {median:.1e} in the median; allowed are {at_worst:.0e} and {most:.0e}"
+                f"logit at the worst position and {median:.1e} in the median, allowed {at_worst:.0e} and {most:.0e}"
             )
         steps = self.steps(KVCache.create(self.decoder, 3, ids.shape[1]))
         half = ids.shape[1] // 2
