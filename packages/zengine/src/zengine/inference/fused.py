@@ -6,7 +6,7 @@ Problem.  A step of decoding reads each weight once and does little with it, so 
 Design.  `Fusion.make` translates every block that zprecision's kernels can run, and gives a reason for every other;
 blocks that follow each other are one call, and the last call computes the logits, too.  Weights are those of the
 decoder, read in place: changed values show at once, and new memory of a parameter makes a new translation.  A decoder
-on a CPU of which nothing is fused is logged once, with the reason: it is several times slower.
+of which nothing is fused is logged once, with the reason: it is several times slower.
 
 Rejected: all or nothing (one block with experts would slow down the whole model); a copy of the weights in an order
 of our own (twice the memory; packed weights have that order already).
@@ -133,7 +133,7 @@ class Fusion:
                 width=decoder.embedding.tokens.shape[1],
                 capacity=cache.capacity,
             )
-        elif decoder.embedding.tokens.device.type == "cpu":
+        else:
             _log_once(next(iter(reasons.values())))
         parts = _parts(len(decoder.blocks), tuple(made), with_head=HEAD not in reasons)
         return cls(FusionReport(fused=fused, reasons=reasons), parts, kernels, decoder.head.projection.ranks)
