@@ -60,6 +60,21 @@ def on_two_ranks(stage: int, folder: str, section: dict[str, Any], more: dict[st
     return losses, again
 
 
+def test_a_loaded_module_computes_as_the_saved_one(tmp_path: Path) -> None:
+    """Also without a forward of the engine in between."""
+    engine = engine_of(EVERYTHING)
+    train(engine, range(5))
+    engine.save_checkpoint(str(tmp_path), "five")
+    expected = engine.module(tokens())
+    engine.close()
+    loaded = engine_of(EVERYTHING, Decoder(seed=11))
+    loaded.load_checkpoint(str(tmp_path), "five")
+    assert torch.equal(loaded.module(tokens()), expected)
+    cleaned = zengine.redundancy_clean(loaded.module, config(EVERYTHING))
+    assert torch.equal(cleaned(tokens()), expected)
+    loaded.close()
+
+
 def test_every_stage_trains_alike_and_resumes(tmp_path: Path) -> None:
     expected = None
     for stage in range(4):

@@ -1,12 +1,13 @@
 """StepCount of compression_training: each technique is on from its schedule_offset, counted in applied steps.
 
-The clock counts applied steps and is part of every checkpoint, so the schedule has no state of its own.
+The clock counts applied steps and is part of every checkpoint, so the schedule has no state of its own.  A load sets
+it, too, so that the module alone computes as the one that was saved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zengine.compression.layers import StepCount, compressed_layers
@@ -26,6 +27,8 @@ log = logging.getLogger("zengine")
 
 class CompressionSchedule(Feature):
     """Switches the techniques of compressed layers on."""
+
+    name = "compression_training"  # in checkpoints, so that `prepare_load` is called; the state is empty
 
     count: StepCount  # of the model's layers
     clock: Clock
@@ -56,11 +59,15 @@ class CompressionSchedule(Feature):
         self._advance(self.clock.applied_steps)
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._advance(self.clock.applied_steps)  # which a load changes
+        self._advance(self.clock.applied_steps)  # which the load of an older checkpoint changes
         return args, kwargs
 
     def step_end(self, report: StepReport) -> None:
         self._advance(report.applied_steps)
+
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Return a function that reads the clock, which is restored by then."""
+        return lambda: self._advance(self.clock.applied_steps)
 
     def _advance(self, steps: int) -> None:
         before, self.count.steps = self.count.steps, steps
