@@ -41,7 +41,7 @@ def redundancy_clean(model: Model, config: Any, mpu: Any = None) -> Model:
 
     Called after training, with the config of `init_compression`: on the trained module, or on a new one that
     `init_compression` has prepared and that has loaded a checkpoint.  Layers that round no activations are plain
-    layers afterwards.  Weights that shrink are new parameters, so the engine cannot train on.
+    layers afterwards, and weights that shrink are new parameters: the engine cannot train on.
 
     Raises:
         ConfigError: the config is invalid.
