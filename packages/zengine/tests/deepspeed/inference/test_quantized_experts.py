@@ -59,6 +59,25 @@ def test_each_rank_quantizes_its_own_experts() -> None:
         assert ranks == [0, 1]
 
 
+def _saved(folder: str) -> list[str]:
+    """What is said of a path to save to, where a group gives the expert ranks, and where the model has them."""
+    group = torch.distributed.new_group([0, 1])
+    split = deepspeed.init_inference(Lists(), dtype="fp32", moe={"ep_group": group}).module
+    told = []
+    for module, moe in ((Lists(), {"ep_group": group}), (split, {})):
+        with pytest.raises(ValueError, match="save_mp_checkpoint_path") as raised:
+            deepspeed.init_inference(module, dtype="int8", moe=moe, save_mp_checkpoint_path=folder)
+        told.append(str(raised.value))
+    return told
+
+
+def test_no_model_is_saved_without_the_experts_of_other_ranks(tmp_path: Path) -> None:
+    for told in run_ranks(_saved, 2, str(tmp_path / "packed")):
+        expected = "writes no parts of expert ranks, and experts are over 2 ranks. Remove it, or use one expert rank."
+        assert all(expected in each for each in told)
+    assert not (tmp_path / "packed").exists()
+
+
 def _stacks() -> tuple[float, int]:
     """Difference from one rank, and the number of experts here: stacks keep their dtype."""
     whole = deepspeed.init_inference(MoELanguageModel(), dtype="int8")

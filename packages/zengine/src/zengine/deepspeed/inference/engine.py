@@ -26,6 +26,7 @@ from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import memory, offloading, splitting
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merge_config
 from zengine.deepspeed.inference.files import (
+    check_expert_ranks,
     check_is_plain,
     check_packed,
     load_part,
@@ -388,6 +389,8 @@ def _keeps_codes(config: DeepSpeedInferenceConfig) -> bool:
 def _check_weights(module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     """Raise ValueError if there are no weights, or files that do not fit."""
     files = config.files
+    # of a given group, of the config, or those that training has put the experts over
+    check_expert_ranks(files, max(splitting.degrees(config.parallelism)[1], zpartition.expert_ranks_of(module).size))
     if files.checkpoint is None:
         if weights.is_on_meta(module):
             raise ValueError(

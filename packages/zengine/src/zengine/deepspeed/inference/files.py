@@ -33,7 +33,16 @@ from zengine.inference.quantized_modules import nothing_to_quantize
 
 __all__ = [
     *("CHECKPOINT_CONFIG", "FILE_KEYS", "InferenceCheckpointConfig", "WeightFiles"),
-    *("check_is_plain", "check_packed", "file_problems", "has_codes", "load_part", "load_quantized", "open_model"),
+    *(
+        "check_expert_ranks",
+        "check_is_plain",
+        "check_packed",
+        "file_problems",
+        "has_codes",
+        "load_part",
+        "load_quantized",
+        "open_model",
+    ),
     *("read_files", "save_quantized"),
 ]
 
@@ -64,6 +73,8 @@ CHECKPOINT_CONFIG: dict[str, Row] = {
     "base_dir": honoured(kind=_PATH),
     "save_mp_checkpoint_path": honoured(kind=_PATH),
 }
+_NO_PARTS, _ONE_RANK = "save_mp_checkpoint_path writes no parts of expert ranks", "Remove it, or use one expert rank."
+_OWN = "pass the model's own folder as checkpoint."
 _SAME = {"checkpoint_dir": "checkpoint", "base_dir": "base_dir", "save_mp_checkpoint_path": "save_mp_checkpoint_path"}
 
 
@@ -121,9 +132,9 @@ def file_problems(
         )
     if files.save_path is not None and expert_ranks > 1:
         yield Problem(
-            reason="save_mp_checkpoint_path writes no parts of expert ranks",
+            reason=_NO_PARTS,
             key="init_inference.save_mp_checkpoint_path",
-            suggestion="Remove it, or use one expert rank.",
+            suggestion=_ONE_RANK,
         )
 
 
@@ -131,11 +142,18 @@ def check_packed(packed: PackedFolder, parallelism: Parallelism, *, is_streamed:
     """Raise ValueError if the packed model cannot be read by so many ranks, or block by block."""
     if parallelism.tensor.size:
         packed.check_num_ranks(parallelism.tensor.size)
-    if parallelism.experts.size > 1 or is_streamed:
-        what = "init_inference.zero streams" if is_streamed else "expert ranks read"
-        raise ValueError(
-            f"{packed.path} is a packed model, and {what} whole weights: pass the model's own folder as checkpoint."
-        )
+    if is_streamed:
+        raise ValueError(f"{packed.path} is a packed model, and init_inference.zero streams whole weights: {_OWN}")
+
+
+def check_expert_ranks(files: WeightFiles, num_ranks: int) -> None:
+    """Raise ValueError if so many ranks, which hold different experts, cannot read or write a packed model."""
+    if num_ranks == 1:
+        return
+    if files.packed is not None:
+        raise ValueError(f"{files.packed.path} is a packed model, and expert ranks read whole weights: {_OWN}")
+    if files.save_path is not None:
+        raise ValueError(f"{_NO_PARTS}, and experts are over {num_ranks} ranks. {_ONE_RANK}")
 
 
 def open_model(path: str, given: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
