@@ -1,4 +1,4 @@
-"""Order of the tests, and a garbage collector that stays out of their way: a plugin that conftest.py loads.
+"""Order of the tests, and what keeps collector and imports out of their way: a plugin that conftest.py loads.
 
 Several workers end together only if no long test begins last.  So `tests/long_tests.txt` lists the long ones, and the
 queue of each worker begins with its part of them; the others follow in their own order, and whoever has none left
@@ -8,6 +8,9 @@ share, or because they wait more than they compute: one after the other, beside 
 Collecting makes nearly a million objects that live as long as the run.  Python's collector would visit them in every
 full pass, half a second each; so it pauses meanwhile and then counts them as frozen.
 
+Rank processes are forked from a server.  It imports what is slow to import, if a collected test needs it; else each
+of some hundred ranks would.
+
 Rejected: a mark in the test, which a package's tests would need also where they are alone, without this file; times
 of the last run from pytest's cache, which a clean clone has not.
 """
@@ -16,11 +19,17 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+# What a collected test imports: modules that its ranks need
+PRELOAD = {
+    "zengine": ("zengine.build.assemble", "zengine.hybrid_engine", "torch._dynamo"),
+    "transformers": ("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+}
 LONG = Path(__file__).parents[1] / "tests" / "long_tests.txt"
 
 
@@ -73,3 +82,10 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    testing = sys.modules.get("zcomm.testing")
+    for name, modules in PRELOAD.items() if testing is not None else ():
+        if name in sys.modules:
+            testing.preload(*modules)

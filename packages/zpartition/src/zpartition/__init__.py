@@ -13,6 +13,7 @@ from zpartition._renamed import renamed
 from zpartition.bucket_exchange import BucketExchange
 from zpartition.core import UnusedParametersError
 from zpartition.deferred.init import Init, is_deferred, recording, suspend_init
+from zpartition.deferred.on_meta import on_meta
 from zpartition.estimate.memory import MemoryPlan, plan
 from zpartition.estimate.traffic import Flow, TrafficPlan, plan_traffic
 from zpartition.layout.address import Address, LazyShard, Shard
@@ -109,6 +110,7 @@ __all__ = [
     "make_state",
     "model_parallel_group_of",
     "number_forms",
+    "on_meta",
     "own_parts",
     "pipeline_stages_of",
     "plan",

@@ -6,6 +6,7 @@
 
 from zcomm.testing.failure import Ending, RankFailed, RankReport
 from zcomm.testing.pool import end_ranks, run_ranks
+from zcomm.testing.process import preload
 from zcomm.testing.recording import Recording, recorded
 
-__all__ = ["Ending", "RankFailed", "RankReport", "Recording", "end_ranks", "recorded", "run_ranks"]
+__all__ = ["Ending", "RankFailed", "RankReport", "Recording", "end_ranks", "preload", "recorded", "run_ranks"]

@@ -22,6 +22,15 @@ from zcomm.testing.rank import DUMP_SIGNAL
 RANK_NAME = "zcomm-rank"  # of the processes
 START_LIMIT_S = 60.0  # for a process to start; the first also waits for the fork server to import torch
 _PRELOAD = ["torch", "torch.distributed", "numpy", "zcomm", "zcomm.testing.rank"]
+_preload: list[str] = []  # and those of `preload`
+
+
+def preload(*modules: str) -> None:
+    """Let the fork server import these modules, so that no rank spends time on it; before the first rank starts.
+
+    A module that cannot be imported is left out.  Importing one must start no thread: forked ranks would not have it.
+    """
+    _preload.extend(name for name in modules if name not in _preload)
 
 
 @attrs.define(eq=False)
@@ -36,7 +45,7 @@ class Rank:
     def start(cls, stack_path: Path) -> Rank:
         """Fork a process from the fork server.  Not ready yet: see `await_ready`."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
+        context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else []), *_preload])
         ours, theirs = context.Pipe()
         with _without_main_module():
             process = context.Process(

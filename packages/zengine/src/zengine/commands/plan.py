@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import zcomm
+import zpartition
 from zengine.build.assemble import Client
 from zengine.commands import CommandError
 from zengine.commands.config import facts_of, parse_auto
@@ -40,7 +41,6 @@ from zengine.planning.models import (
     build_model,
     factory_batches,
     load_factory,
-    on_meta,
     shape_of,
     shaped_batches,
     token_batches,
@@ -102,7 +102,7 @@ def _make_model(arguments: argparse.Namespace) -> tuple[nn.Module, str]:
         return made, f"{arguments.model} ({sum(p.numel() for p in made.parameters()) / 1e6:,.1f}M parameters)"
     is_given = arguments.params or (arguments.hidden and arguments.layers)
     shape = shape_of(arguments.params or _EXAMPLE, width=arguments.hidden, layers=arguments.layers)
-    made = on_meta(lambda: Transformer(shape))
+    made = zpartition.on_meta(lambda: Transformer(shape))
     return made, str(shape) + ("" if is_given else " (an example: pass --params or --model)")
 
 

@@ -1,7 +1,6 @@
 """Models and batches for planning: from a user's factory, or of a given size.
 
-Models are built on the "meta" device: a model of any size takes milliseconds and no memory.  A factory that insists
-on real tensors (it loads weights, say) still works, at its own cost.  A `Batch` maps the size of a micro-batch to the
+Models are built on the "meta" device (`zpartition.on_meta`).  A `Batch` maps the size of a micro-batch to the
 model's argument.
 """
 
@@ -20,7 +19,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+import zpartition
 
 __all__ = [
     "Batch",
@@ -30,7 +30,6 @@ __all__ = [
     "build_model",
     "factory_batches",
     "load_factory",
-    "on_meta",
     "shape_of",
     "shaped_batches",
     "token_batches",
@@ -73,28 +72,10 @@ def load_factory(name: str) -> Callable[..., Any]:
 
 def build_model(name: str) -> nn.Module:
     """Build the model of a factory on the meta device."""
-    made = on_meta(load_factory(name))
+    made = zpartition.on_meta(load_factory(name))
     if not isinstance(made, nn.Module):
         raise NotAFactory(f'"{name}" returned a {type(made).__name__}; it must return a torch.nn.Module')
     return made
-
-
-def on_meta(make: Callable[[], Any]) -> Any:
-    """Return what `make` builds, with its tensors on the meta device."""
-    with torch.device("meta"), _WithoutValues():
-        return make()
-
-
-class _WithoutValues(TorchFunctionMode):
-    """Skips `normal_` of meta tensors: it changes nothing there, but imports torch's compiler (0.6 s)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func in (Tensor.normal_, nn.init.normal_):
-            filled = args[0] if args else given["tensor"]
-            if filled.is_meta:
-                return filled
-        return func(*args, **given)
 
 
 @attrs.frozen(kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zpartition.deferred.on_meta import on_meta
 from zpartition.pipeline.partition_layers import layer_weights
 
 
@@ -87,8 +88,8 @@ def weights_of(layers: Sequence[Layer], method: str) -> list[float]:
 
 def _numel(layer: Layer) -> int:
     if isinstance(layer, LayerSpec):
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            layer = layer.build()
+        with torch.random.fork_rng(devices=[]):
+            layer = on_meta(layer.build)
     if not isinstance(layer, nn.Module):
         return 0
     return sum(param.numel() for param in layer.parameters() if param.requires_grad)
