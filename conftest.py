@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from schedule import pytest_collection, pytest_collection_finish, pytest_collection_modifyitems
+from schedule import (
+    pytest_addoption,
+    pytest_collection,
+    pytest_collection_finish,
+    pytest_collection_modifyitems,
+)
 
-__all__ = ["pytest_collection", "pytest_collection_finish", "pytest_collection_modifyitems"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection",
+    "pytest_collection_finish",
+    "pytest_collection_modifyitems",
+]

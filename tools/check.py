@@ -40,6 +40,8 @@ PARTS = (
         r"\d.* in .*",
     ),
     Part("caps", [*QUICK_PYTEST, "tests/architecture/test_caps.py"], r"\d.* in .*"),
+    # Half of a collection is rewriting asserts: done once, before the workers of the tests would each do it.
+    Part("collect", [*QUICK_PYTEST, "--collect-only", "packages", "tests"], r"\d.* collected.*"),
     Part("doctests", [*QUICK_PYTEST, "-n", "3", "--dist", "worksteal", "tests/docs"], r"\d.* in .*"),
     # without the folders of the parts above, which `dev.py test` includes
     Part("tests", [*PYTEST, "-q", "--ignore=tests/architecture", "--ignore=tests/docs"], r"\d.* in .*"),
@@ -80,18 +82,21 @@ def fix() -> None:
     subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", *FOLDERS], cwd=repo.ROOT, check=False)
 
 
-def select(only: str, fast: bool) -> list[Part]:
-    """Return the parts to run.  Raises ValueError for an unknown name."""
+def select(only: str, fast: bool, weekly: bool = False) -> list[Part]:
+    """Return the parts to run; `weekly` adds the tests of tests/weekly_tests.txt.  Raises ValueError for a name."""
     wanted = [name.strip() for name in only.split(",") if name.strip()] or NAMES
     unknown = sorted(set(wanted) - set(NAMES))
     if unknown:
         raise ValueError(f"--only {','.join(unknown)}: no such part; choose from {', '.join(NAMES)}")
-    return [part for part in PARTS if part.name in wanted and not (fast and part.name == "tests")]
+    parts = [part for part in PARTS if part.name in wanted and not (fast and part.name == "tests")]
+    more = ["--weekly"] if weekly else []
+    return [part._replace(command=[*part.command, *more]) if part.name == "tests" else part for part in parts]
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="dev.py check", description=(__doc__ or "").splitlines()[0])
     result.add_argument("--fast", action="store_true", help="all parts but the tests")
+    result.add_argument("--weekly", action="store_true", help="all of the tests in tests/weekly_tests.txt")
     result.add_argument("--only", default="", metavar="NAMES", help=f"only these parts: {','.join(NAMES)}")
     result.add_argument("--fix", action="store_true", help="repair format and lint with ruff first")
     result.add_argument("--verbose", action="store_true", help="show each part's command and all output")
@@ -101,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        parts = select(options.only, options.fast)
+        parts = select(options.only, options.fast, options.weekly)
     except ValueError as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
@@ -117,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failed.append(part.name)
             if outcome.code or options.verbose:
                 print(outcome.output.rstrip() + "\n", flush=True)
-    print(f"check: {'FAIL: ' + ', '.join(failed) if failed else 'ok'}")
+    is_whole = options.weekly or "tests" not in {part.name for part in parts}
+    left_out = "" if is_whole else " (--weekly runs all of the tests in tests/weekly_tests.txt)"
+    print(f"check: {'FAIL: ' + ', '.join(failed) if failed else 'ok'}{left_out}")
     return 1 if failed else 0
 
 

@@ -108,7 +108,7 @@ def test(arguments: list[str], here: bool) -> int:
 
 
 def check(arguments: list[str], here: bool) -> int:
-    """format, lint, types, architecture, caps, doctests, tests: a result line each (--fast, --only, --fix)"""
+    """format, lint, types, architecture, caps, collect, doctests, tests: a line each (--fast, --only, --fix)"""
     python, environ = prepare(here)
     environ.setdefault("OMP_NUM_THREADS", "1")
     return become(check_command(python, arguments), environ)

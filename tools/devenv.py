@@ -38,7 +38,10 @@ LOG = ROOT / ".cache" / "setup.log"  # the full output of venv, pip and the kern
 OLDEST_PYTHON = (3, 11)
 # Builds the packages without isolation, which is 25 s faster; versions come from the constraints.
 BUILD_TOOLS = ("hatchling", "hatch-fancy-pypi-readme", "editables", "cffi")
-FOREIGN_SETTINGS = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIREMENT")
+FOREIGN_SETTINGS = (
+    *("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIREMENT"),
+    "PYTHONDONTWRITEBYTECODE",  # each of hundreds of processes would compile the packages, half a second
+)
 
 
 class SetupError(Exception):
@@ -129,7 +132,7 @@ def reason_to_remake() -> str:
 
 
 def child_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables for programs of `.venv`: as activated, without settings that install elsewhere."""
+    """Return the variables for programs of `.venv`: as activated, without FOREIGN_SETTINGS."""
     result = {k: v for k, v in (os.environ if environ is None else environ).items() if k not in FOREIGN_SETTINGS}
     result["VIRTUAL_ENV"] = str(VENV)
     result["PATH"] = os.pathsep.join([str(VENV / "bin"), result.get("PATH", os.defpath)])

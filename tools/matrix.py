@@ -96,7 +96,8 @@ def test(pair: Pair, python: str, arguments: Sequence[str]) -> bool:
     environ = devenv.child_environment()
     environ |= {"VIRTUAL_ENV": str(Path(python).parents[1]), "OMP_NUM_THREADS": "1"}
     environ["PATH"] = os.pathsep.join([str(Path(python).parent), environ["PATH"]])
-    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", *arguments]
+    options = ("-q", "-n", "2", "--dist", "worksteal", "--weekly", "-p", "no:cacheprovider")
+    command = [python, "-m", "pytest", *options, *arguments]
     return subprocess.run(command, cwd=repo.ROOT, env=environ, check=False).returncode == 0
 
 

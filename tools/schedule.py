@@ -1,5 +1,8 @@
 """Order of the tests, and what keeps collector and imports out of their way: a plugin that conftest.py loads.
 
+A check of every change has 20 minutes.  So it leaves out a part of the tests in `tests/weekly_tests.txt`, where many
+combinations of parameters are slow.  `--weekly` runs all, as the weekly workflow does, and so does naming a file.
+
 Several workers end together only if no long test begins last.  So `tests/long_tests.txt` lists the long ones, and the
 queue of each worker begins with its part of them; the others follow in their own order, and whoever has none left
 takes some of another's (pytest-xdist's `worksteal`).  Tests of one line of the list stay together, for what they
@@ -18,9 +21,12 @@ of the last run from pytest's cache, which a clean clone has not.
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -28,15 +34,54 @@ import pytest
 # What a collected test imports: modules that its ranks need
 PRELOAD = {
     "zengine": ("zengine.build.assemble", "zengine.hybrid_engine", "torch._dynamo"),
-    "transformers": ("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+    "transformers": ("transformers.masking_utils",),  # not modeling_utils, before which `as_deepspeed` is installed
 }
 LONG = Path(__file__).parents[1] / "tests" / "long_tests.txt"
+WEEKLY = LONG.with_name("weekly_tests.txt")
 
 
 def long_tests(text: str) -> dict[str, float]:
     """Read the list: a line "seconds id" for each, where an id may be the beginning of many."""
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     return {name: float(seconds) for seconds, name in lines}
+
+
+def shares(text: str) -> dict[str, Fraction]:
+    """Read the list of weekly tests: a line "share id" for each, where an id may be the beginning of many."""
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: Fraction(share) for share, name in lines}
+
+
+def weekly_tests(names: Iterable[str], share_of: Mapping[str, Fraction]) -> set[str]:
+    """Return the names that a check leaves out.
+
+    Of the combinations of a test's parameters under one line, those stay whose hashes are the smallest: a choice that
+    is the same everywhere and follows no order of the parameters.  At least one stays unless the share is 0.
+    """
+    combinations: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        if lines := [line for line in share_of if name.startswith(line)]:
+            combinations.setdefault((max(lines, key=len), name.partition("[")[0]), []).append(name)
+    return {
+        name
+        for (line, _), members in combinations.items()
+        for name in sorted(members, key=lambda name: hashlib.sha256(name.encode()).digest())[
+            math.ceil(len(members) * share_of[line]) :
+        ]
+    }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--weekly", action="store_true", help="run all of the tests in tests/weekly_tests.txt")
+
+
+def leave_out_weekly(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Remove the weekly tests, unless `--weekly` is given, or a test or a file by its name."""
+    if config.option.weekly or any("::" in name or name.endswith(".py") for name in config.args):
+        return
+    weekly = weekly_tests([item.nodeid for item in items], shares(WEEKLY.read_text()))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in weekly])
+    items[:] = [item for item in items if item.nodeid not in weekly]
 
 
 def arrange(names: Sequence[str], seconds: dict[str, float], num_workers: int) -> list[int]:
@@ -67,6 +112,7 @@ def arrange(names: Sequence[str], seconds: dict[str, float], num_workers: int) -
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out_weekly(config, items)
     num_workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
     if num_workers > 1:
         order = arrange([item.nodeid for item in items], long_tests(LONG.read_text()), num_workers)
@@ -86,6 +132,6 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     testing = sys.modules.get("zcomm.testing")
-    for name, modules in PRELOAD.items() if testing is not None else ():
-        if name in sys.modules:
+    for name, modules in PRELOAD.items():
+        if testing is not None and name in sys.modules:
             testing.preload(*modules)

@@ -78,10 +78,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "config/reading/structure.py": {"zoptim": {"OPTIMIZER_OPTIONS", "SCHEDULE_OPTIONS"}},
     "telemetry/": {"zcomm": {"traced", "Record"}},
     # plans a run without starting it: sizes, and optimizers and schedules on dummy parameters
-    "commands/plan.py": {"zcomm": {"Degrees", "Groups", "init"}},
+    "commands/plan.py": {"zcomm": {"Degrees", "Groups", "init"}, "zpartition": {"on_meta"}},
     "planning/": {
         "zpartition": {
-            *("plan", "plan_traffic", "ReduceAt", "Tier"),
+            *("on_meta", "plan", "plan_traffic", "ReduceAt", "Tier"),
             *("rounds.RoundPolicy", "rounds.RoundsPlan", "rounds.plan_rounds"),
         },
         "zoptim": {"make_optimizer", "make_schedule"},

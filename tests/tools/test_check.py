@@ -9,11 +9,17 @@ from check import Outcome, Part
 def test_all_parts_run_by_default_and_fast_leaves_out_the_tests() -> None:
     assert [part.name for part in check.select("", fast=False)] == check.NAMES
     assert [part.name for part in check.select("", fast=True)] == check.NAMES[:-1]
-    assert check.NAMES == ["format", "lint", "types", "architecture", "caps", "doctests", "tests"]
+    assert check.NAMES == ["format", "lint", "types", "architecture", "caps", "collect", "doctests", "tests"]
 
 
 def test_only_picks_parts_in_their_own_order() -> None:
     assert [part.name for part in check.select("types, lint", fast=False)] == ["lint", "types"]
+
+
+def test_weekly_tests_are_run_by_the_tests_alone() -> None:
+    weekly = [part.name for part in check.select("", fast=False, weekly=True) if "--weekly" in part.command]
+    assert weekly == ["tests"]
+    assert not [part for part in check.select("", fast=False) if "--weekly" in part.command]
 
 
 def test_an_unknown_part_is_rejected_with_the_list() -> None:
@@ -27,6 +33,11 @@ def test_an_unknown_part_is_rejected_with_the_list() -> None:
         ("lint", "a.py:1: E501\nFound 2 errors.\n[*] fixable", "Found 2 errors."),
         ("types", "Success: no issues found in 9 source files", "Success: no issues found in 9 source files"),
         ("tests", "...\n==== 5 passed, 1 skipped in 3.20s ====", "5 passed, 1 skipped in 3.20s"),
+        (
+            "collect",
+            "\n21/30 tests collected (9 deselected) in 2.65s",
+            "21/30 tests collected (9 deselected) in 2.65s",
+        ),
         ("tests", "nothing of the kind", ""),
     ],
 )

@@ -194,11 +194,11 @@ def test_the_version_of_an_environment_is_read_from_its_own_file(
 
 
 def test_children_see_the_environment_as_activated_and_no_foreign_settings() -> None:
-    given = {"PATH": "/usr/bin", "PYTHONPATH": "/else", "PYTHONHOME": "/else", "PIP_TARGET": "/else", "KEPT": "1"}
+    given = {"PATH": "/usr/bin", "KEPT": "1", **dict.fromkeys(devenv.FOREIGN_SETTINGS, "/else")}
     result = devenv.child_environment(given)
     assert result["PATH"].split(os.pathsep) == [str(devenv.VENV / "bin"), "/usr/bin"]
     assert result["KEPT"] == "1"
-    assert not {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET"} & set(result)
+    assert not {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PYTHONDONTWRITEBYTECODE"} & set(result)
 
 
 @pytest.mark.parametrize(

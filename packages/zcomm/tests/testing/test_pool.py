@@ -336,6 +336,30 @@ def test_an_unguarded_script_runs_once_and_leaves_no_process_however_it_ends(sho
         await_end_of(pids.split()[1:])
 
 
+PRELOADING = """
+import sys
+import zcomm.testing, helper
+zcomm.testing.preload("colorsys", "no_such_module")
+print(zcomm.testing.run_ranks(helper.rank_has, 1, ["colorsys", "no_such_module", "sndhdr"]))
+"""
+HAS = """
+import sys
+
+def rank_has(names):
+    return [name in sys.modules for name in names]
+"""
+
+
+def test_ranks_find_imported_what_was_named_before_the_first_one_started(short_folder: Path) -> None:
+    (short_folder / "helper.py").write_text(HAS)
+    (short_folder / "script.py").write_text(PRELOADING)
+    environ = {**os.environ, "TMPDIR": str(short_folder)}
+    done = subprocess.run(
+        [sys.executable, str(short_folder / "script.py")], capture_output=True, text=True, env=environ, timeout=100
+    )
+    assert done.stdout == "[[True, False, False]]\n", done.stderr
+
+
 def await_end_of(pids: list[str]) -> None:
     deadline_s = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

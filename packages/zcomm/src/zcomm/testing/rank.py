@@ -12,6 +12,7 @@ children.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -77,12 +78,13 @@ def serve(connection: Connection, stack_path: str) -> None:
 
 
 def _set_up_process(stack_path: str) -> None:
-    """Once per process: exit with the parent, ignore Ctrl-C, register the stack dump."""
+    """Once per process: exit with the parent, ignore Ctrl-C, register the stack dump, collect no imported module."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True, name="zcomm-parent").start()
     stack_file = open(stack_path, "w")  # noqa: SIM115 - must stay open for the signal handler
     faulthandler.enable(file=stack_file)
     faulthandler.register(DUMP_SIGNAL, file=stack_file, all_threads=True)
+    gc.freeze()  # what the fork server has imported: a million objects that every full pass would visit, and copy
 
 
 def _end_with_parent() -> None:
