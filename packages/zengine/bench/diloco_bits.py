@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Bits per byte of DiLoCo against gradients in each step, at equal tokens and equal inner steps.
 
-    python packages/zengine/bench/diloco_bits.py [--groups 2 4] [--steps N] [--start N] [--lr 0.7] [--momentum 0.8]
+    python packages/zengine/bench/diloco_bits.py [--groups 2 4] [--steps N] [--start N] [--rate 0.01] [--lr 0.7]
 
 The main job's GPT, small.  Every group trains on windows of its own; data parallelism on the same windows, whose
 gradients are averaged in each step.  Learning rates are equal, and fall to 0 over all steps.  The first `--start`
@@ -35,7 +35,7 @@ from train.text import Corpus, read_corpus
 Learner: TypeAlias = tuple[nn.Module, torch.optim.Optimizer]
 
 BATCH, HELD_OUT, PART = 8, 1024, 128  # windows of a group in a step; held-out ones, and as many at once
-LR, WARM_UP = 1e-2, 50
+WARM_UP = 50  # steps
 
 
 def windows(text: Tensor, count: int, context: int, seed: int) -> Tensor:
@@ -51,14 +51,16 @@ def bits_per_byte(model: nn.Module, text: Tensor, context: int) -> float:
     return statistics.fmean(losses) / math.log(2)
 
 
-def rate(step: int, total: int) -> float:
-    """Return a rate that rises, then falls to 0 by a cosine."""
-    return LR * (1 + math.cos(math.pi * step / total)) / 2 * min(1.0, (step + 1) / WARM_UP)
+def rate(step: int, options: argparse.Namespace) -> float:
+    """Return a rate that rises to `--rate`, then falls to 0 by a cosine."""
+    total: int = options.steps
+    highest: float = options.rate
+    return highest * (1 + math.cos(math.pi * step / total)) / 2 * min(1.0, (step + 1) / WARM_UP)
 
 
 def learner(model: nn.Module) -> Learner:
     """Return a model with AdamW."""
-    return model, torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.95), weight_decay=0.1)
+    return model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def copied(source: Learner) -> Learner:
@@ -101,16 +103,16 @@ def measure(
 
     parallel = learner(GPT(shape, seed=seed))
     for step in range(options.start):
-        train_step(parallel, batches(step), rate(step, total))
+        train_step(parallel, batches(step), rate(step, options))
     groups = [copied(parallel) for _ in range(num_groups)]
     for step in range(options.start, total):
-        train_step(parallel, batches(step), rate(step, total))
+        train_step(parallel, batches(step), rate(step, options))
     policy = RoundPolicy(start=options.start, sync_every=options.every, lr=options.lr, momentum=options.momentum)
     start = [param.detach().clone() for param in groups[0][0].parameters()]
     momentum = [torch.zeros_like(each) for each in start]
     for step in range(options.start, total):
         for one, own in zip(groups, batches(step).chunk(num_groups)):
-            train_step(one, own, rate(step, total))
+            train_step(one, own, rate(step, options))
         if policy.begins(step + 1) >= 0:
             exchange(groups, start, momentum, policy)
     (first, *_), text, context = groups[0], corpus.validation, shape.context
@@ -124,8 +126,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--start", type=int, default=750)
     parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=0.7)
-    parser.add_argument("--momentum", type=float, default=0.8)
+    parser.add_argument("--rate", type=float, default=1e-2, help="the highest learning rate of AdamW, in both")
+    parser.add_argument("--lr", type=float, default=0.7, help="of the outer step")
+    parser.add_argument("--momentum", type=float, default=0.8, help="of the outer step")
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--width", type=int, default=32)
     options = parser.parse_args()
@@ -135,7 +138,7 @@ def main() -> None:
     print(
         f"{GPT(shape).numel:,} parameters, {options.steps} steps, rounds of {options.every} from {options.start} on;"
     )
-    print(f"outer lr {options.lr}, Nesterov momentum {options.momentum}")
+    print(f"learning rate {options.rate}; outer lr {options.lr}, Nesterov momentum {options.momentum}")
     print(f"{'groups':>6} {'seed':>5} {'each step':>10} {'diloco':>8} {'more':>7}")
     for num_groups in options.groups:
         for seed in options.seeds:

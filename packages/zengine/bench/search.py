@@ -1,10 +1,11 @@
 """The search for a config against runs of all candidates: `deepspeed --autotuning` on CPU ranks.
 
-    python packages/zengine/bench/search.py [--ranks 2] [--steps 20]
+    python packages/zengine/bench/search.py [--ranks 2] [--steps 20] [--rounds 1]
 
 The launcher starts this very file, with a config, as the script that is tuned: AdamW on a model of 0.8 million
 parameters.  Candidates are micro-batches of 1, 2, 4, 8 and 16 samples at each stage.  Printed are the tables of both
-searches, and the throughput of the fast search's choice in the run of all candidates, over the best there.
+searches, and the throughput of the fast search's choice in the runs of all candidates, over the best there.  Of
+several rounds, a fast search and a run of all candidates in turn, a candidate has the median of its throughputs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +75,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="profiled steps of a run")
+    parser.add_argument("--rounds", type=int, default=1, help="fast searches, and runs of all candidates")
     given = parser.parse_args()
+    choices, found, seconds = [], defaultdict(list), [0.0, 0.0]
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        fast = search(Path(folder), given.ranks, given.steps)
-        middle = time.perf_counter()
-        whole = search(Path(folder), given.ranks, given.steps, fast=False, tuner_early_stopping=0)
-        end = time.perf_counter()
-    choice, best = max(fast, key=lambda name: fast[name]), max(whole, key=lambda name: whole[name])
-    print(f"fast: {len(fast)} runs, {middle - start:.0f} s; all: {len(whole)} runs, {end - middle:.0f} s")
-    print(f"{choice}, among all runs: {whole[choice] / whole[best]:.3f} of the best, {best}")
+        for _ in range(given.rounds):
+            start = time.perf_counter()
+            fast = search(Path(folder), given.ranks, given.steps)
+            middle = time.perf_counter()
+            whole = search(Path(folder), given.ranks, given.steps, fast=False, tuner_early_stopping=0)
+            seconds = [seconds[0] + middle - start, seconds[1] + time.perf_counter() - middle]
+            choices.append(max(fast, key=lambda name: fast[name]))
+            for name, throughput in whole.items():
+                found[name].append(throughput)
+    medians = {name: statistics.median(throughputs) for name, throughputs in found.items()}
+    best = max(medians, key=lambda name: medians[name])
+    print(f"fast: {len(fast)} runs, {seconds[0] / given.rounds:.0f} s; ", end="")
+    print(f"all: {len(whole)} runs, {seconds[1] / given.rounds:.0f} s; rounds: {given.rounds}")
+    for name in sorted(medians, key=lambda name: -medians[name])[:6]:
+        print(f"{name}: median {medians[name]:.0f}, of {', '.join(f'{each:.0f}' for each in found[name])}")
+    for choice in choices:
+        print(f"chosen: {choice}, {medians[choice] / medians[best]:.3f} of the best, {best}")
 
 
 if __name__ == "__main__":
