@@ -16,7 +16,15 @@ def on_meta(make: Callable[[], T]) -> T:
     """Return what `make` builds, with its tensors on the meta device.
 
     Code inside that insists on real tensors (it loads weights, say) still works, at its own cost.
+
+    Raises:
+        TypeError: `make` is a module, which has been built already.
     """
+    if isinstance(make, nn.Module):
+        kind = type(make).__name__
+        raise TypeError(
+            f"on_meta takes a function that builds the model, got a {kind}: on_meta(lambda: {kind}(...))."
+        )
     with torch.device("meta"), _WithoutValues():
         return make()
 
