@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from zcomm.testing import preload
 from zcomm.testing.process import Rank, _user_frames, _without_main_module
 from zcomm.testing.rank import __file__ as harness
 
@@ -65,3 +66,8 @@ def test_the_main_module_is_back_even_after_an_error() -> None:
     with pytest.raises(KeyError), _without_main_module():
         raise KeyError
     assert sys.modules["__main__"] is main
+
+
+def test_only_names_of_modules_are_preloaded() -> None:
+    with pytest.raises(TypeError, match=r"preload takes names of modules, .*, got \['torch'\]"):
+        preload(["torch"])  # type: ignore[arg-type]

@@ -26,10 +26,17 @@ _preload: list[str] = []  # and those of `preload`
 
 
 def preload(*modules: str) -> None:
-    """Let the fork server import these modules, so that no rank spends time on it; before the first rank starts.
+    """Let the fork server import these modules, so that no rank spends time on it.
 
-    A module that cannot be imported is left out.  Importing one must start no thread: forked ranks would not have it.
+    Has no effect once a rank has started.  A module that cannot be imported is left out.  Importing one must start no
+    thread: forked ranks would not have it.
+
+    Raises:
+        TypeError: something is not the name of a module.
     """
+    for name in modules:
+        if not isinstance(name, str):
+            raise TypeError(f'preload takes names of modules, as in preload("torch", "my.module"), got {name!r}.')
     _preload.extend(name for name in modules if name not in _preload)
 
 
