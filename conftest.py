@@ -1,4 +1,4 @@
-"""Loads the plugin that orders the tests (tools/schedule.py), here and in every worker."""
+"""Loads the plugin that chooses and orders the tests (tools/schedule.py), here and in every worker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from schedule import (
     pytest_collection,
     pytest_collection_finish,
     pytest_collection_modifyitems,
+    pytest_report_header,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "pytest_collection",
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
+    "pytest_report_header",
 ]

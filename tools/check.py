@@ -83,7 +83,7 @@ def fix() -> None:
 
 
 def select(only: str, fast: bool, weekly: bool = False) -> list[Part]:
-    """Return the parts to run; `weekly` adds the tests of tests/weekly_tests.txt.  Raises ValueError for a name."""
+    """Return the parts to run; weekly: with all of the tests.  Raises ValueError for an unknown name."""
     wanted = [name.strip() for name in only.split(",") if name.strip()] or NAMES
     unknown = sorted(set(wanted) - set(NAMES))
     if unknown:

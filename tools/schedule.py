@@ -1,4 +1,4 @@
-"""Order of the tests, and what keeps collector and imports out of their way: a plugin that conftest.py loads.
+"""Which tests run, in which order, and less of Python's own work around them: a plugin that conftest.py loads.
 
 A check of every change has 20 minutes.  So it leaves out a part of the tests in `tests/weekly_tests.txt`, where many
 combinations of parameters are slow.  `--weekly` runs all, as the weekly workflow does, and so does naming a file.
@@ -40,33 +40,27 @@ LONG = Path(__file__).parents[1] / "tests" / "long_tests.txt"
 WEEKLY = LONG.with_name("weekly_tests.txt")
 
 
-def long_tests(text: str) -> dict[str, float]:
-    """Read the list: a line "seconds id" for each, where an id may be the beginning of many."""
+def read_list(text: str) -> dict[str, Fraction]:
+    """Read a list of tests: a line "number id" for each, where an id may be the beginning of many."""
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    return {name: float(seconds) for seconds, name in lines}
+    return {name: Fraction(number) for number, name in lines}
 
 
-def shares(text: str) -> dict[str, Fraction]:
-    """Read the list of weekly tests: a line "share id" for each, where an id may be the beginning of many."""
-    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    return {name: Fraction(share) for share, name in lines}
-
-
-def weekly_tests(names: Iterable[str], share_of: Mapping[str, Fraction]) -> set[str]:
-    """Return the names that a check leaves out.
+def weekly_tests(names: Iterable[str], shares: Mapping[str, Fraction]) -> set[str]:
+    """Return the names that a check leaves out; shares: what it keeps of the tests whose ids begin so.
 
     Of the combinations of a test's parameters under one line, those stay whose hashes are the smallest: a choice that
     is the same everywhere and follows no order of the parameters.  At least one stays unless the share is 0.
     """
     combinations: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        if lines := [line for line in share_of if name.startswith(line)]:
+        if lines := [line for line in shares if name.startswith(line)]:
             combinations.setdefault((max(lines, key=len), name.partition("[")[0]), []).append(name)
     return {
         name
         for (line, _), members in combinations.items()
         for name in sorted(members, key=lambda name: hashlib.sha256(name.encode()).digest())[
-            math.ceil(len(members) * share_of[line]) :
+            math.ceil(len(members) * shares[line]) :
         ]
     }
 
@@ -75,16 +69,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--weekly", action="store_true", help="run all of the tests in tests/weekly_tests.txt")
 
 
+def runs_all(config: pytest.Config) -> bool:
+    """Return whether `--weekly` is given, or a test or a file by its name."""
+    return config.option.weekly or any("::" in name or name.endswith(".py") for name in config.args)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"tests/{WEEKLY.name}: {'all run' if runs_all(config) else 'a part runs (--weekly: all)'}"
+
+
 def leave_out_weekly(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Remove the weekly tests, unless `--weekly` is given, or a test or a file by its name."""
-    if config.option.weekly or any("::" in name or name.endswith(".py") for name in config.args):
+    """Remove the weekly tests."""
+    if runs_all(config):
         return
-    weekly = weekly_tests([item.nodeid for item in items], shares(WEEKLY.read_text()))
+    weekly = weekly_tests([item.nodeid for item in items], read_list(WEEKLY.read_text()))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in weekly])
     items[:] = [item for item in items if item.nodeid not in weekly]
 
 
-def arrange(names: Sequence[str], seconds: dict[str, float], num_workers: int) -> list[int]:
+def arrange(names: Sequence[str], seconds: Mapping[str, Fraction], num_workers: int) -> list[int]:
     """Return the indices of `names` in the order of the queues of all workers.
 
     Long tests go, the longest first, to the worker with the least; the others fill the queues to the lengths that
@@ -96,7 +99,7 @@ def arrange(names: Sequence[str], seconds: dict[str, float], num_workers: int) -
         prefix = next(filter(name.startswith, groups), None)
         (others if prefix is None else groups[prefix]).append(index)
     queues: list[list[int]] = [[] for _ in range(num_workers)]
-    load = [0.0] * num_workers
+    load = [Fraction()] * num_workers
     for prefix, members in groups.items():
         if members:
             least = load.index(min(load))
@@ -115,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leave_out_weekly(config, items)
     num_workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
     if num_workers > 1:
-        order = arrange([item.nodeid for item in items], long_tests(LONG.read_text()), num_workers)
+        order = arrange([item.nodeid for item in items], read_list(LONG.read_text()), num_workers)
         items[:] = [items[index] for index in order]
 
 

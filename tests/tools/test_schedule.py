@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import repo
-from schedule import LONG, WEEKLY, arrange, leave_out_weekly, long_tests, shares, weekly_tests
+from schedule import LONG, WEEKLY, arrange, leave_out_weekly, read_list, weekly_tests
 
 
 def test_the_lists_name_tests_that_exist() -> None:
-    for name in [*long_tests(LONG.read_text()), *shares(WEEKLY.read_text())]:
+    for name in [*read_list(LONG.read_text()), *read_list(WEEKLY.read_text())]:
         path, _, rest = name.partition("::")
         assert rest.partition("[")[0] in (repo.ROOT / path).read_text(), name
 
@@ -30,21 +30,21 @@ def test_weekly_tests_run_with_the_option_or_by_name(option: bool, arguments: li
     gone: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
     config: Any = SimpleNamespace(option=SimpleNamespace(weekly=option), args=arguments, hook=hook)
-    share_of = shares(WEEKLY.read_text())
-    weekly = SimpleNamespace(nodeid=next(name for name, share in share_of.items() if not share) + "-x]")
+    shares = read_list(WEEKLY.read_text())
+    weekly = SimpleNamespace(nodeid=next(name for name, share in shares.items() if not share) + "-x]")
     items: Any = [SimpleNamespace(nodeid="tests/always.py::test"), weekly]
     leave_out_weekly(config, items)
     assert (weekly in items, weekly in gone) == (is_run, not is_run)
     assert len(items) == 1 + is_run
 
 
-def test_a_share_of_each_tests_combinations_stays_and_the_longest_line_counts() -> None:
+def test_a_shares_each_tests_combinations_stays_and_the_longest_line_counts() -> None:
     names = [f"a.py::{test}[{number}]" for test in ("x", "y") for number in range(10)] + ["a.py::z", "b.py::x[1]"]
-    assert weekly_tests(names, shares("0 b.py")) == {"b.py::x[1]"}
-    left_out = weekly_tests(names, shares("1/3 a.py\n# all\n1 a.py::x[3"))
+    assert weekly_tests(names, read_list("0 b.py")) == {"b.py::x[1]"}
+    left_out = weekly_tests(names, read_list("1/3 a.py\n# all\n1 a.py::x[3"))
     assert [sum(name.startswith(f"a.py::{test}") for name in left_out) for test in "xyz"] == [6, 6, 0]
     assert "a.py::x[3]" not in left_out
-    assert left_out == weekly_tests(names[::-1], shares("1/3 a.py\n1 a.py::x[3"))
+    assert left_out == weekly_tests(names[::-1], read_list("1/3 a.py\n1 a.py::x[3"))
 
 
 def test_long_tests_begin_the_queues_and_every_test_runs_once() -> None:
