@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Bits per byte of DiLoCo against gradients in each step, at equal tokens and equal inner steps.
 
-    python packages/zengine/bench/diloco_bits.py [--groups 2 4] [--steps N] [--start N] [--rate 0.01] [--lr 0.7]
+    python packages/zengine/bench/diloco_bits.py [--groups 2 4] [--steps N] [--start N] [--batch 8] [--rate 0.01]
 
 The main job's GPT, small.  Every group trains on windows of its own; data parallelism on the same windows, whose
 gradients are averaged in each step.  Learning rates are equal, and fall to 0 over all steps.  The first `--start`
@@ -34,7 +34,7 @@ from train.text import Corpus, read_corpus
 
 Learner: TypeAlias = tuple[nn.Module, torch.optim.Optimizer]
 
-BATCH, HELD_OUT, PART = 8, 1024, 128  # windows of a group in a step; held-out ones, and as many at once
+HELD_OUT, PART = 1024, 128  # held-out windows, and as many at once
 WARM_UP = 50  # steps
 
 
@@ -99,7 +99,7 @@ def measure(
     total = options.steps
 
     def batches(step: int) -> Tensor:
-        return windows(corpus.train, BATCH * num_groups, shape.context, 10_000 * seed + step)
+        return windows(corpus.train, options.batch * num_groups, shape.context, 10_000 * seed + step)
 
     parallel = learner(GPT(shape, seed=seed))
     for step in range(options.start):
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--start", type=int, default=750)
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=8, help="windows of a group in a step")
     parser.add_argument("--rate", type=float, default=1e-2, help="the highest learning rate of AdamW, in both")
     parser.add_argument("--lr", type=float, default=0.7, help="of the outer step")
     parser.add_argument("--momentum", type=float, default=0.8, help="of the outer step")
@@ -138,7 +139,8 @@ def main() -> None:
     print(
         f"{GPT(shape).numel:,} parameters, {options.steps} steps, rounds of {options.every} from {options.start} on;"
     )
-    print(f"learning rate {options.rate}; outer lr {options.lr}, Nesterov momentum {options.momentum}")
+    print(f"{options.batch} windows a group and step, learning rate {options.rate};")
+    print(f"outer lr {options.lr}, Nesterov momentum {options.momentum}")
     print(f"{'groups':>6} {'seed':>5} {'each step':>10} {'diloco':>8} {'more':>7}")
     for num_groups in options.groups:
         for seed in options.seeds:
