@@ -132,14 +132,15 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=0.8, help="of the outer step")
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--context", type=int, default=64, help="bytes of a window")
     options = parser.parse_args()
     torch.set_num_threads(1)
     corpus = read_corpus()
-    shape = Shape(depth=options.depth, width=options.width, heads=2, context=64)
+    shape = Shape(depth=options.depth, width=options.width, heads=2, context=options.context)
     print(
         f"{GPT(shape).numel:,} parameters, {options.steps} steps, rounds of {options.every} from {options.start} on;"
     )
-    print(f"{options.batch} windows a group and step, learning rate {options.rate};")
+    print(f"{options.batch} windows of {options.context} bytes a group and step, learning rate {options.rate};")
     print(f"outer lr {options.lr}, Nesterov momentum {options.momentum}")
     print(f"{'groups':>6} {'seed':>5} {'each step':>10} {'diloco':>8} {'more':>7}")
     for num_groups in options.groups:
