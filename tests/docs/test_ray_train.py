@@ -45,7 +45,6 @@ def example() -> Iterator[dict[str, Any]]:
     ray.shutdown()
 
 
-@pytest.mark.timeout(400)
 def test_workers_of_ray_train_the_same_and_go_on_after_one_has_died(example: dict[str, Any], tmp_path: Path) -> None:
     [(loss, _), _] = run_ranks(plain, 2, str(tmp_path / "plain"))
     metrics = example["main"](str(tmp_path / "ray"), die_at=3)

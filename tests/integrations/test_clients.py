@@ -18,10 +18,9 @@ MISSING = [
     for name in ("transformers", "accelerate", "trl", "peft", "datasets")
     if importlib.util.find_spec(name) is None
 ]
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (requirements-dev.txt has them)"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (requirements-dev.txt has them)"
+)
 
 SCRIPT = Path(__file__).with_name("clients.py")
 STEPS = {

@@ -13,10 +13,9 @@ import pytest
 from two_ranks import of, run
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (requirements-dev.txt has them)"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (requirements-dev.txt has them)"
+)
 
 SCRIPT = Path(__file__).with_name("hugging_face.py")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("lightning") is None, reason="not installed: lightning (requirements-dev.txt has it)"
     ),
-    pytest.mark.timeout(300),
 ]
 
 SCRIPT = Path(__file__).with_name("lightning_ranks.py")
@@ -46,7 +45,7 @@ def launch(ranks: int, folder: Path) -> list[Results]:
         port = free.getsockname()[1]
     started = [start(rank, ranks, port, folder) for rank in range(ranks)]
     try:
-        codes = [rank.wait(timeout=280) for rank in started]
+        codes = [rank.wait(timeout=600) for rank in started]
     finally:
         for rank in started:
             rank.kill()

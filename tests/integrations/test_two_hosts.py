@@ -82,7 +82,7 @@ def in_namespaces(folder: Path) -> dict[str, int]:
     first, second = (shlex.join(torchrun(node, "10.77.0.1", 29400, folder)) for node in (0, 1))
     text = HOSTS.replace("{first}", first).replace("{second}", second)
     command = [*ISOLATED, "--kill-child", "bash", "-c", text]
-    return {"all": subprocess.run(command, env=environment(FOLDER=str(folder)), timeout=150).returncode}
+    return {"all": subprocess.run(command, env=environment(FOLDER=str(folder)), timeout=400).returncode}
 
 
 def on_loopback(folder: Path) -> dict[str, int]:
@@ -98,13 +98,12 @@ def on_loopback(folder: Path) -> dict[str, int]:
             told = environment(ZCOMM_HOST=name)
             hosts[name] = subprocess.Popen(command, env=told, stdout=log, stderr=subprocess.STDOUT)
     try:
-        return {name: host.wait(timeout=150) for name, host in hosts.items()}
+        return {name: host.wait(timeout=400) for name, host in hosts.items()}
     finally:
         for host in hosts.values():
             host.kill()
 
 
-@pytest.mark.timeout(200)
 def test_two_hosts_of_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     statuses = in_namespaces(tmp_path) if can_isolate() else on_loopback(tmp_path)
     logs = "\n".join(path.read_text()[-3000:] for path in sorted(tmp_path.glob("*.log")))

@@ -27,7 +27,7 @@ def start(script: Path, rank: int, port: int, folder: Path) -> subprocess.Popen[
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
-def run(script: Path, folder: Path, limit_s: int = 280) -> list[dict[str, Any]]:
+def run(script: Path, folder: Path, limit_s: int = 600) -> list[dict[str, Any]]:
     """Run `script FOLDER` on two ranks; return the content of FOLDER/rank<N>.json of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -73,7 +73,6 @@ def command(folder: Path, *more: str) -> list[str]:
     return [sys.executable, str(SCRIPT), "--device", "simulated", "--only", "timers,loaders", *own, *more]
 
 
-@pytest.mark.timeout(300)
 def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     """Killed while the second piece runs: the first is not repeated, and no process is left."""
     with subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, text=True) as run:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 ON_DEVICE = "simulated_cuda.library" in sys.modules
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1500)
 @pytest.mark.skipif(ON_DEVICE, reason="this run is on the simulated device")
 def test_the_fixed_part_passes_on_the_simulated_device() -> None:
     reason = reason_without_build()

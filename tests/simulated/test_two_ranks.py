@@ -20,7 +20,6 @@ CONTRACT = str(Path(__file__).parents[1] / "contract")
 WORLD_SIZE = 2
 
 
-@pytest.mark.timeout(300)
 def test_every_row_trains_alike_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(CONTRACT)
     run, rows = (importlib.import_module(f"contract_table.{name}") for name in ("run", "rows"))

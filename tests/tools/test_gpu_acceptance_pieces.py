@@ -13,10 +13,7 @@ from acceptance.table import PIECES, Piece, choose
 from acceptance.verdict import Judgement, State
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.skipif("simulated_cuda.library" not in sys.modules, reason="runs on the simulated device"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.skipif("simulated_cuda.library" not in sys.modules, reason="runs on the simulated device")
 
 
 @pytest.fixture(autouse=True)
