@@ -38,7 +38,7 @@ def test_weekly_tests_run_with_the_option_or_by_name(option: bool, arguments: li
     assert len(items) == 1 + is_run
 
 
-def test_a_shares_each_tests_combinations_stays_and_the_longest_line_counts() -> None:
+def test_a_share_of_each_tests_combinations_stays_and_the_longest_line_counts() -> None:
     names = [f"a.py::{test}[{number}]" for test in ("x", "y") for number in range(10)] + ["a.py::z", "b.py::x[1]"]
     assert weekly_tests(names, read_list("0 b.py")) == {"b.py::x[1]"}
     left_out = weekly_tests(names, read_list("1/3 a.py\n# all\n1 a.py::x[3"))
