@@ -91,6 +91,6 @@ def _trained() -> list[list[float]]:
 def test_split_experts_have_the_curves_of_one_process() -> None:
     """For whole experts on each tensor rank see test_tensor_pairs.py."""
     expected = alone()
-    for rank in run_ranks(_trained, 4, timeout_s=240):
+    for rank in run_ranks(_trained, 4):
         for losses in rank:
             assert losses == pytest.approx(expected, abs=1e-5)

@@ -81,7 +81,7 @@ def test_curves_are_those_of_one_process_with_all_experts(
     world_size: int, expert: int, accumulations: tuple[int, ...], stages: tuple[int, ...]
 ) -> None:
     expected = {accumulation: train_alone(world_size, accumulation) for accumulation in accumulations}
-    for rank in run_ranks(_curves, world_size, expert, accumulations, stages, timeout_s=240):
+    for rank in run_ranks(_curves, world_size, expert, accumulations, stages):
         for (stage, accumulation), (losses, norms) in rank.items():
             assert losses == pytest.approx(expected[accumulation][0], abs=BOUND), f"stage {stage} x {accumulation}"
             assert norms == pytest.approx(expected[accumulation][1], abs=BOUND), f"stage {stage} x {accumulation}"
@@ -101,7 +101,7 @@ def _each_moment() -> list[tuple[tuple[list[float], list[float]], int]]:
 
 def test_gradients_of_experts_too_are_reduced_once_a_step_or_after_each_backward() -> None:
     expected = train_alone(2, 3)
-    for (once, num_once), (often, num_often) in run_ranks(_each_moment, 2, timeout_s=120):
+    for (once, num_once), (often, num_often) in run_ranks(_each_moment, 2):
         assert num_often == 3 * num_once
         for losses, norms in (once, often):
             assert losses == pytest.approx(expected[0], abs=BOUND)
@@ -156,7 +156,7 @@ def _beside(root: Path) -> list[Any]:
 
 
 def test_whole_weights_and_norms_by_layer_are_those_of_all_experts(tmp_path: Path) -> None:
-    for whole, *others in run_ranks(_beside, 2, tmp_path, timeout_s=240):
+    for whole, *others in run_ranks(_beside, 2, tmp_path):
         for weights, norms in others:
             assert norms == pytest.approx(whole[1], rel=1e-3)
             for name, value in weights.items():
@@ -186,7 +186,7 @@ def _narrow() -> list[list[float]]:
 
 
 def test_in_bf16_experts_learn_the_same_at_every_stage() -> None:
-    first, second = run_ranks(_narrow, 2, timeout_s=240)
+    first, second = run_ranks(_narrow, 2)
     assert first == second
     assert all(losses[-1] < losses[0] - 0.3 for losses in first)
     for other in first[1:]:
@@ -194,7 +194,7 @@ def test_in_bf16_experts_learn_the_same_at_every_stage() -> None:
 
 
 def test_checkpoints_go_between_numbers_of_expert_ranks(tmp_path: Path) -> None:
-    for curves, wrong, num_experts in run_ranks(_around, 4, tmp_path, timeout_s=240):
+    for curves, wrong, num_experts in run_ranks(_around, 4, tmp_path):
         assert not wrong
         assert num_experts == 4
         assert len(curves[0]) == STEPS

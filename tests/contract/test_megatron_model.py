@@ -103,7 +103,7 @@ CASES = [(stage, accumulation) for accumulation in (1, 3) for stage in range(4)]
 def test_curves_and_norms_are_those_of_the_unsplit_model(world_size: int, strided: bool) -> None:
     expected = {each: train_alone(world_size // 2, each, steps=STEPS) for each in (1, 3)}
     assert min(each[-1] for each in expected.values()) > CLIP  # clips
-    for rank in run_ranks(_curves, world_size, CASES, torch.float32, strided, timeout_s=240):
+    for rank in run_ranks(_curves, world_size, CASES, torch.float32, strided):
         for (stage, accumulation), curve in zip(CASES, rank, strict=True):
             assert curve == pytest.approx(expected[accumulation], abs=BOUND), (stage, accumulation)
 
@@ -167,7 +167,7 @@ def _there_and_back(root: Path) -> list[list[float]]:
 
 def test_a_checkpoint_loads_unsplit_and_split_again(tmp_path: Path) -> None:
     expected = train_alone(1, 2, steps=3 * STEPS)[:-1]
-    for found in run_ranks(_there_and_back, 2, tmp_path, timeout_s=240):
+    for found in run_ranks(_there_and_back, 2, tmp_path):
         assert [loss for part in found for loss in part[:-1]] == pytest.approx(expected, abs=10 * BOUND)
 
 
@@ -216,7 +216,7 @@ def _deferred() -> list[list[float]]:
 
 def test_models_built_without_memory_train_alike() -> None:
     expected = train_alone(2, 2, steps=STEPS)
-    for curves in run_ranks(_deferred, 4, timeout_s=120):
+    for curves in run_ranks(_deferred, 4):
         for curve in curves:
             assert curve == pytest.approx(expected, abs=BOUND)
 

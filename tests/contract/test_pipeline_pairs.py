@@ -180,7 +180,7 @@ def test_split_stages_have_the_curves_of_one_process(name: str) -> None:
     pair = PAIRS[name]
     (expected,) = run_ranks(train, 1, attrs.evolve(pair, sequence=1), 1, [(0, pair.replicas), (0, 4 * pair.replicas)])
     assert min(norm for numbers in expected.values() for norm in numbers[1:-1:2]) > CLIP  # clips
-    for found in run_ranks(train, 4, pair, 2, CELLS, timeout_s=100):
+    for found in run_ranks(train, 4, pair, 2, CELLS):
         for (stage, accumulation), numbers in found.items():
             alone = expected[0, pair.replicas * accumulation]
             assert numbers == pytest.approx(alone, rel=BOUND, abs=BOUND), (stage, accumulation)
@@ -232,9 +232,9 @@ def in_parts(section: dict[str, bool]) -> tuple[dict[tuple[int, int], list[float
 
 
 def test_tensor_ranks_share_the_messages_between_stages_with_the_same_bits() -> None:
-    whole = run_ranks(in_parts, 4, {}, timeout_s=100)
-    half = run_ranks(in_parts, 4, {"pipe_partitioned": True, "grad_partitioned": True}, timeout_s=100)
-    first = run_ranks(in_parts, 4, {"pipe_partitioned": True}, timeout_s=100)
+    whole = run_ranks(in_parts, 4, {})
+    half = run_ranks(in_parts, 4, {"pipe_partitioned": True, "grad_partitioned": True})
+    first = run_ranks(in_parts, 4, {"pipe_partitioned": True})
     for rank, (curves, labels, sent) in enumerate(whole):
         assert not labels
         assert half[rank][0] == first[rank][0] == curves

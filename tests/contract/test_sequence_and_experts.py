@@ -140,6 +140,6 @@ def _curves() -> dict[tuple[int, int], list[float]]:
 def test_both_splits_together_have_the_curves_of_one_process() -> None:
     expected = {accumulation: alone(replicas=2, accumulation=accumulation) for _, accumulation in CELLS}
     assert min(norm for curve in expected.values() for norm in curve[1::2]) > CLIP  # clips
-    for found in run_ranks(_curves, 4, timeout_s=240):
+    for found in run_ranks(_curves, 4):
         for cell, curve in found.items():
             assert curve == pytest.approx(expected[cell[1]], rel=BOUND), cell

@@ -100,7 +100,7 @@ TWO = [(stage, accumulation, "ulysses") for stage in range(4) for accumulation i
 )
 def test_curves_are_those_of_one_process(ranks: int, cases: list[tuple[int, int, str]]) -> None:
     expected = {accumulation: oracle(ranks // 2, accumulation) for _, accumulation, _ in cases}
-    for found in run_ranks(_curves, ranks, 2, cases, timeout_s=240):
+    for found in run_ranks(_curves, ranks, 2, cases):
         for what, curve in found.items():
             assert curve == pytest.approx(expected[int(what.split()[1])], rel=2e-5), what  # float32
 

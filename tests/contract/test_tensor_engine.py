@@ -110,7 +110,7 @@ CELLS = [(stage, accumulation) for accumulation in (1, 3) for stage in range(4)]
 def test_curves_and_norms_are_those_of_one_process(world_size: int, cases: list[tuple[int, int]]) -> None:
     expected = {accumulation: train_alone(world_size // 2, accumulation) for accumulation in (1, 3)}
     assert min(each[-1] for each in expected.values()) > CLIP  # clips
-    for rank in run_ranks(_curves, world_size, cases, timeout_s=240):
+    for rank in run_ranks(_curves, world_size, cases):
         for (stage, accumulation), curve in zip(cases, rank):
             assert curve == pytest.approx(expected[accumulation], abs=BOUND), (stage, accumulation)
 
@@ -156,7 +156,7 @@ def _run(root: Path) -> dict[str, list[list[float]]]:
 
 def test_an_engine_trains_and_saves_a_split_model(tmp_path: Path) -> None:
     try:
-        for found in run_ranks(_run, 4, tmp_path, timeout_s=240):
+        for found in run_ranks(_run, 4, tmp_path):
             for what, (ours, expected) in found.items():
                 assert ours == pytest.approx(expected, abs=BOUND), what
     finally:
@@ -194,7 +194,7 @@ def _there_and_back(root: Path) -> list[list[float]]:
 
 def test_a_run_resumes_whole_and_then_split_again(tmp_path: Path) -> None:
     expected = train_alone(1, 2, 3 * STEPS)[:-1]
-    for found in run_ranks(_there_and_back, 2, tmp_path, timeout_s=240):
+    for found in run_ranks(_there_and_back, 2, tmp_path):
         assert [loss for part in found for loss in part] == pytest.approx(expected, abs=10 * BOUND)
 
 

@@ -149,7 +149,7 @@ def _curves(kind: str) -> dict[tuple[int, int], list[float]]:
 def test_tensor_with_sequence_or_expert_ranks_has_the_curves_of_one_process(kind: str, replicas: int) -> None:
     expected = {each: alone(replicas, each, experts=kind == "experts") for each in (1, 3)}
     assert min(norm for curve in expected.values() for norm in curve[1::2]) > CLIP  # clips
-    for found in run_ranks(_curves, 4, kind, timeout_s=240):
+    for found in run_ranks(_curves, 4, kind):
         for cell, curve in found.items():
             assert curve == pytest.approx(expected[cell[1]], abs=BOUND), cell
 
@@ -235,7 +235,7 @@ def _staged_alone() -> list[float]:
 
 def test_tensor_with_pipeline_ranks_has_the_curves_of_one_process(tmp_path: Path) -> None:
     expected = _staged_alone()
-    for rank in run_ranks(_staged, 4, tmp_path, timeout_s=240):
+    for rank in run_ranks(_staged, 4, tmp_path):
         *curves, resumed = rank
         for stage, curve in enumerate(curves):
             assert curve == pytest.approx(expected[: 2 * STEPS], abs=BOUND), stage

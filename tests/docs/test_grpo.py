@@ -33,7 +33,7 @@ def run_example(*options: str) -> tuple[list[float], str]:
 
 def test_it_learns_to_close_brackets_and_draws_its_curves(tmp_path: Path) -> None:
     options = ("--warmup", "150", "--steps", "12", "--output", str(tmp_path))
-    (solved, printed), (_, silence) = run_ranks(run_example, 2, *options, timeout_s=240)
+    (solved, printed), (_, silence) = run_ranks(run_example, 2, *options)
     assert sum(solved[-4:]) / 4 > sum(solved[:4]) / 4 + 0.1
     assert printed.count("reference_kl") == 2
     assert silence == ""

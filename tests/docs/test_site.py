@@ -94,7 +94,7 @@ def test_the_page_shows_what_a_hang_says(mistake: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=600,
     )
     assert without_numbers_of_a_run(done.stdout) == without_numbers_of_a_run(shown), done.stderr
 

@@ -48,7 +48,7 @@ def test_a_launched_script_trains_saves_and_loads_as_ddp(tmp_path: Path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -100,7 +100,7 @@ def test_three_model_families_train_with_sharded_experts() -> None:
         ("gptoss", 2, True),
     ]
     expected = {name: alone(name) for name in ("mixtral", "qwen3", "gptoss")}
-    for answers in run_ranks(_trained, 2, runs, timeout_s=240):
+    for answers in run_ranks(_trained, 2, runs):
         for (name, *how), (losses, num_dealt) in zip(runs, answers):
             assert losses == pytest.approx(expected[name], abs=2e-5), (name, how)
             assert num_dealt == (8 if name == "gptoss" else 4)  # two layers; with biases, twice as many

@@ -79,7 +79,7 @@ def test_a_folder_loads_into_split_models(tmp_path: Path) -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
-    for rank in run_ranks(_filled, 2, tmp_path / "llama", timeout_s=120):
+    for rank in run_ranks(_filled, 2, tmp_path / "llama"):
         for name, curve in rank.items():
             assert curve == pytest.approx(expected, rel=1e-5), name
 
@@ -169,7 +169,7 @@ def test_separate_experts_of_a_folder_load_into_split_stacks(tmp_path: Path) -> 
     torch.manual_seed(3)
     for name in ("mixtral", "qwen3_moe"):
         routed(name).save_pretrained(tmp_path / name)
-    ranks = run_ranks(_routed, 2, tmp_path, timeout_s=240)
+    ranks = run_ranks(_routed, 2, tmp_path)
     for (name, how, stage, _), *found in zip(RUNS, *ranks):
         expected = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         for rank in found:
@@ -211,7 +211,7 @@ def test_pipeline_stages_load_from_the_folder_of_a_whole_model(tmp_path: Path) -
     torch.manual_seed(4)
     whole = routed("mixtral")
     whole.save_pretrained(tmp_path / "mixtral")  # type: ignore[operator]
-    first, last = run_ranks(_staged, 2, tmp_path / "mixtral", timeout_s=120)
+    first, last = run_ranks(_staged, 2, tmp_path / "mixtral")
     assert sorted(first + last) == sorted(whole.state_dict())
     assert "model.layers.0.mlp.experts.gate_up_proj" in first
     assert "model.layers.1.mlp.experts.gate_up_proj" in last

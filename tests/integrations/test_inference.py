@@ -95,7 +95,7 @@ def _llama(folder: str) -> dict[str, Any]:
 
 def test_a_llama_is_read_from_a_folder_and_answers_as_in_one_process(tmp_path: Path) -> None:
     make("Llama", SIZES).save_pretrained(tmp_path)  # type: ignore[operator]
-    first, second = run_ranks(_llama, 2, str(tmp_path), timeout_s=240)
+    first, second = run_ranks(_llama, 2, str(tmp_path))
     for found in (first, second):
         assert found["same"]
         assert found["apart"] < BOUND
@@ -119,7 +119,7 @@ def _mixtral(folder: str) -> dict[str, Any]:
 
 def test_experts_are_read_from_a_folder_each_rank_its_own(tmp_path: Path) -> None:
     make("Mixtral", MIXED).save_pretrained(tmp_path)  # type: ignore[operator]
-    for found in run_ranks(_mixtral, 2, str(tmp_path), timeout_s=240):
+    for found in run_ranks(_mixtral, 2, str(tmp_path)):
         assert found["same"]
         assert found["apart"] < BOUND
         assert found["share"] < 0.56
@@ -147,7 +147,7 @@ def _others() -> dict[str, tuple[bool, float, float]]:
 
 
 def test_fused_weights_and_experts_answer_as_in_one_process() -> None:
-    for found in run_ranks(_others, 2, timeout_s=240):
+    for found in run_ranks(_others, 2):
         for what, (same, apart, share) in found.items():
             assert same, what
             assert apart < BOUND, what

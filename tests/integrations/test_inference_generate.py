@@ -279,7 +279,7 @@ def _differences_of_ranks() -> dict[str, float]:
 
 
 def test_logits_of_quantized_ranks_are_those_of_one() -> None:
-    for found in run_ranks(_differences_of_ranks, 2, timeout_s=120):
+    for found in run_ranks(_differences_of_ranks, 2):
         assert len(found) == 10
         assert max(found.values()) <= 1e-5, found
 

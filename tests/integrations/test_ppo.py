@@ -19,7 +19,7 @@ from zcomm.testing import run_ranks
 def test_four_engines_train_an_actor_that_generates(stage: int, dtype: str, tp: int, tmp_path: Path) -> None:
     import transformers
 
-    found = run_ranks(run, 2, stage, dtype, tp, 4, str(tmp_path), timeout_s=240)
+    found = run_ranks(run, 2, stage, dtype, tp, 4, str(tmp_path))
     for rank in found:
         assert all(math.isfinite(each) for losses in rank["losses"] for each in losses)
     far = found[0]["far"]

@@ -108,7 +108,7 @@ def _trained(stage: int) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_llama_with_shared_keys_trains_as_in_one_process(stage: int) -> None:
     expected = alone()
-    for found in run_ranks(_trained, 2, stage, timeout_s=240):
+    for found in run_ranks(_trained, 2, stage):
         assert found == pytest.approx(expected, rel=2e-4)
 
 
@@ -167,4 +167,4 @@ def flexible() -> Iterator[None]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 def test_windows_and_padding_reach_over_the_cut(attention: str) -> None:
-    assert max(run_ranks(_windowed, 2, attention, timeout_s=240)) < 1e-5
+    assert max(run_ranks(_windowed, 2, attention)) < 1e-5

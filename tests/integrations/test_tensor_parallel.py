@@ -96,7 +96,7 @@ def _all(names: list[str]) -> dict[str, tuple[list[float], dict[str, str]]]:
 
 def test_six_model_families_train_split_as_they_do_whole() -> None:
     names = ["llama", "qwen3", "phi3", "neox", "gpt2", "bert"]
-    found, _ = run_ranks(_all, 2, names, timeout_s=240)
+    found, _ = run_ranks(_all, 2, names)
     for name, (ours, kinds) in found.items():
         assert ours == pytest.approx(losses(make(name).double().eval()), abs=1e-9), name
         assert VocabularyEmbedding.__name__ in kinds.values()  # only positions in BERT, whose head shares a bias
@@ -113,7 +113,7 @@ def _generate() -> tuple[Any, Any]:
 
 
 def test_a_split_model_generates_with_its_own_cache() -> None:
-    for expected, found in run_ranks(_generate, 2, timeout_s=240):
+    for expected, found in run_ranks(_generate, 2):
         assert found == expected
 
 
@@ -143,7 +143,7 @@ def _without_memory() -> list[list[float]]:
 
 def test_a_model_built_inside_init_is_split_and_trains_equally() -> None:
     expected = losses(make("llama"))
-    for plain, deferred in run_ranks(_without_memory, 2, timeout_s=240):
+    for plain, deferred in run_ranks(_without_memory, 2):
         assert deferred == plain
         assert plain == pytest.approx(expected, abs=2e-5)
 

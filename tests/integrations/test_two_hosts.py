@@ -62,7 +62,7 @@ def can_isolate() -> bool:
         "-c",
         "ip link add cable0 type veth peer name cable1 && hostname x && mount -t tmpfs t /dev/shm",
     ]
-    return subprocess.run(tried, capture_output=True, timeout=60).returncode == 0
+    return subprocess.run(tried, capture_output=True, timeout=600).returncode == 0
 
 
 def torchrun(node: int, address: str, port: int, folder: Path) -> list[str]:
@@ -82,7 +82,7 @@ def in_namespaces(folder: Path) -> dict[str, int]:
     first, second = (shlex.join(torchrun(node, "10.77.0.1", 29400, folder)) for node in (0, 1))
     text = HOSTS.replace("{first}", first).replace("{second}", second)
     command = [*ISOLATED, "--kill-child", "bash", "-c", text]
-    return {"all": subprocess.run(command, env=environment(FOLDER=str(folder)), timeout=400).returncode}
+    return {"all": subprocess.run(command, env=environment(FOLDER=str(folder)), timeout=600).returncode}
 
 
 def on_loopback(folder: Path) -> dict[str, int]:
@@ -98,7 +98,7 @@ def on_loopback(folder: Path) -> dict[str, int]:
             told = environment(ZCOMM_HOST=name)
             hosts[name] = subprocess.Popen(command, env=told, stdout=log, stderr=subprocess.STDOUT)
     try:
-        return {name: host.wait(timeout=400) for name, host in hosts.items()}
+        return {name: host.wait(timeout=600) for name, host in hosts.items()}
     finally:
         for host in hosts.values():
             host.kill()

@@ -124,7 +124,7 @@ def test_pairs_of_splits_train_as_one_process_and_resume_under_others(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (expected,) = run_ranks(runs_of, 1, tmp_path, {"alone": ((STEPS, alone),)})
-    assert run_ranks(runs_of, 4, tmp_path, cases, timeout_s=100) == [expected] * 4
+    assert run_ranks(runs_of, 4, tmp_path, cases) == [expected] * 4
     for name in cases:
         assert figures(tmp_path / name) == pytest.approx(figures(tmp_path / "alone"), abs=BOUND), name
 

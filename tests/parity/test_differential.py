@@ -13,7 +13,7 @@ SEEDS = range(40)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_random_programs_have_the_weights_of_plain_torch(world_size: int) -> None:
     programs = [Program.draw(seed, world_size) for seed in SEEDS]
-    by_rank = run_ranks(run_programs, world_size, programs, timeout_s=120)
+    by_rank = run_ranks(run_programs, world_size, programs)
     told = [
         f"rank {rank}: {text}\n  {programs[i]}"
         for rank, all in enumerate(by_rank)

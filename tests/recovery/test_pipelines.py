@@ -63,7 +63,7 @@ def chain(root: Path) -> list[tuple[float, float]]:
 
 
 def test_any_split_resumes_any_other(tmp_path: Path) -> None:
-    everywhere = run_ranks(chain, 4, tmp_path, timeout_s=120)
+    everywhere = run_ranks(chain, 4, tmp_path)
     assert all(found == everywhere[0] for found in everywhere)
     for ours, expected in zip(everywhere[0], run_ranks(uninterrupted, 1)[0], strict=True):
         assert ours == pytest.approx(expected, rel=1e-5)

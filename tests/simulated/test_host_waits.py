@@ -115,7 +115,7 @@ def waits_on_a_rank() -> list[Counter[str]]:
 
 
 def test_a_step_of_two_ranks_waits_once() -> None:
-    for waits in run_ranks(waits_on_a_rank, 2, timeout_s=120):
+    for waits in run_ranks(waits_on_a_rank, 2):
         assert waits == 9 * [ONE_READ]
 
 

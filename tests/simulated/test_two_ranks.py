@@ -26,7 +26,7 @@ def test_every_row_trains_alike_on_two_ranks(monkeypatch: pytest.MonkeyPatch) ->
     oracle = importlib.import_module("contract_table.oracle")
     chosen = [row for row in rows.ROWS if WORLD_SIZE in row.worlds]
     cases = [run.Case(row, "plain", torch.float32, 1) for row in chosen]
-    first, second = run_ranks(run.run_cases, WORLD_SIZE, cases, timeout_s=280)
+    first, second = run_ranks(run.run_cases, WORLD_SIZE, cases)
     expected = oracle.curve("plain", torch.float32, WORLD_SIZE, 1)
     for case, one, other in zip(cases, first, second, strict=True):
         assert not isinstance(one, str), f"{case}: {one}"

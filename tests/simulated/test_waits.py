@@ -61,7 +61,7 @@ def test_the_scenarios_are_in_order() -> None:
 
 def test_the_scenarios_of_two_ranks_are_in_order() -> None:
     scenarios = tuple(dict.fromkeys(itertools.chain(*ON_RANKS.values())))
-    assert run_ranks(faults, WORLD_SIZE, scenarios, timeout_s=120) == ["", ""]
+    assert run_ranks(faults, WORLD_SIZE, scenarios) == ["", ""]
 
 
 @pytest.mark.usefixtures("world")

@@ -15,7 +15,7 @@ DEV = Path(__file__).parents[2] / "tools" / "dev.py"
 
 def run_dev(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(DEV), *arguments], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, str(DEV), *arguments], capture_output=True, text=True, check=False, timeout=600
     )
 
 

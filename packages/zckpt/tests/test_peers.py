@@ -54,7 +54,7 @@ def test_ranks_save_in_the_background_load_and_are_told_of_a_death(tmp_path: Pat
     commands = [[sys.executable, "-c", PROGRAM, str(tmp_path), str(rank)] for rank in range(2)]
     ranks = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands]
     try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
+        told = [rank.communicate(timeout=600) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -152,7 +152,7 @@ def groups_after_uneven_numbers_of_others() -> list[float]:
 
 
 def test_ranks_with_different_earlier_groups_form_a_group() -> None:
-    assert run_ranks(groups_after_uneven_numbers_of_others, 4, timeout_s=20) == [[2.0, 2.0], [4.0, 4.0]] * 2
+    assert run_ranks(groups_after_uneven_numbers_of_others, 4) == [[2.0, 2.0], [4.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize("has_foreach", [True, False])

@@ -19,7 +19,7 @@ def host_of_child(*prefix: str) -> str | None:
     """Host of a child process started with a command prefix; None if it cannot be started."""
     folder = str(hosts.__file__).rpartition("/")[0]
     try:
-        done = subprocess.run([*prefix, *PRINT_HOST], cwd=folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*prefix, *PRINT_HOST], cwd=folder, capture_output=True, text=True, timeout=600)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -221,7 +221,7 @@ class Team:
 
     @barrier.default
     def _barrier(self) -> threading.Barrier:
-        return threading.Barrier(len(self.cuts), timeout=20)
+        return threading.Barrier(len(self.cuts), timeout=300)
 
     @property
     def bounds(self) -> list[tuple[int, int]]:

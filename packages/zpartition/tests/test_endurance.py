@@ -63,7 +63,7 @@ def _comes_and_goes(stage: int) -> tuple[dict[str, int], dict[str, int], int]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_fifty_partitions_leave_nothing_behind(stage: int) -> None:
-    for before, after, hooks in run_ranks(_comes_and_goes, 2, stage, timeout_s=40):
+    for before, after, hooks in run_ranks(_comes_and_goes, 2, stage):
         assert hooks == 0
         assert {key: after[key] for key in ("threads", "files", "mappings")} == {
             key: before[key] for key in ("threads", "files", "mappings")
@@ -97,7 +97,7 @@ def _skips_a_layer() -> str:
 
 
 def test_a_rank_that_skips_a_layer_is_named_with_module_and_line() -> None:
-    for text in run_ranks(_skips_a_layer, 2, timeout_s=60):
+    for text in run_ranks(_skips_a_layer, 2):
         assert "layers.2" in text
         assert "layers.3" in text
         assert "rank 1" in text.lower()

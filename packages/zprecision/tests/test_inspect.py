@@ -56,7 +56,7 @@ class Counted:
 def on_ranks(rank_grads: list[list[Tensor]], **kwargs) -> tuple[list, list[int]]:
     """`inspect` on as many threads as there are ranks, summing through a barrier: stats and calls by rank."""
     world = len(rank_grads)
-    barrier = threading.Barrier(world, timeout=20)
+    barrier = threading.Barrier(world, timeout=300)
     slots: list[Tensor] = [torch.empty(0)] * world
     calls = [0] * world
 

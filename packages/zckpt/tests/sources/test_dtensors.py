@@ -66,7 +66,7 @@ def test_fsdp_saves_and_goes_on_and_one_process_takes_it_over(tmp_path: Path) ->
     commands = [[sys.executable, "-c", PROGRAM, str(tmp_path), str(rank), "2"] for rank in range(2)]
     ranks = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands]
     try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
+        told = [rank.communicate(timeout=600) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

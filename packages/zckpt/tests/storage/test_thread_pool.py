@@ -23,14 +23,14 @@ def test_one_job_and_one_thread_run_where_the_caller_is() -> None:
 
 def test_two_jobs_run_at_once_and_no_thread_is_left() -> None:
     before = threading.active_count()
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=300)
     run_jobs([barrier.wait, barrier.wait], 2)  # alone, the first would wait for ever
     assert threading.active_count() == before
 
 
 def test_after_an_error_no_job_begins_and_the_earliest_error_is_raised() -> None:
     begun: list[int] = []
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=300)
 
     def fail(number: int) -> None:
         begun.append(number)
@@ -69,7 +69,7 @@ def test_an_interrupt_while_the_caller_waits_ends_the_others_first(monkeypatch: 
             assert release.wait(30)
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=300)
     with pytest.raises(KeyboardInterrupt):
         run_jobs([barrier.wait, barrier.wait, partial(job, 0), partial(job, 1)], 2)
     assert not [each for each in threading.enumerate() if each.name == "zckpt-pool"]

@@ -249,7 +249,7 @@ def test_all_processes_of_a_job_end_with_the_same_error(
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=90)[1] for process in started]
+    said = [process.communicate(timeout=600)[1] for process in started]
     assert [process.returncode for process in started] == codes, said
     odd = f"broadcast from rank 0 'weights' of float32[3] (step 7, issued at {script}:8 in <module>)"
     texts = f"Rank 1's collective 2 is {odd}; on rank 0 it is all_reduce sum 'loss'"

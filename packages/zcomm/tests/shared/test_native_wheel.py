@@ -44,7 +44,7 @@ assert os.waitpid(child, 0)[1] == 0
 def must(command: list[str], cwd: Path, **variables: str) -> tuple[str, str]:
     """Output and warnings of the command."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **variables}
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
 

@@ -120,6 +120,6 @@ def test_ranks_hold_what_is_planned(format: str) -> None:
     memory = sizes(module, plan, world_size=2, device="cpu").memory
     codes = NUM_LAYERS * WIDTH**2 * 9 // 16 // 2  # of one rank of two: 4.5 bits
     assert memory.parameters == pytest.approx(codes, rel=0.06)  # and adapters
-    for pages, tensors in run_ranks(_measure, 2, format, timeout_s=300):
+    for pages, tensors in run_ranks(_measure, 2, format):
         assert tensors == pytest.approx(memory.total_bytes, rel=2e-3)
         assert pages == pytest.approx(memory.total_bytes, rel=0.02)

@@ -63,7 +63,7 @@ def _launch(phase: str, *bad_ranks: int) -> list[list[str]]:
     ]
     try:
         last = sorted(range(2), key=bad_ranks.__contains__)
-        outputs = {rank: children[rank].communicate(timeout=100) for rank in last}
+        outputs = {rank: children[rank].communicate(timeout=600) for rank in last}
     finally:
         for child in children:
             child.kill()

@@ -182,7 +182,7 @@ def test_a_process_ends_with_the_exit_code_and_a_committed_checkpoint(tmp_path: 
     assert child.stdout.readline() == "1\n"
     child.terminate()
     last = int((child.stdout.read().split() or ["1"])[-1])  # communicate() would lose what readline read ahead
-    code, err = child.wait(timeout=60), (tmp_path / "stderr").read_text()
+    code, err = child.wait(timeout=600), (tmp_path / "stderr").read_text()
     assert code == 3, err
     assert "SIGTERM on rank 0: saved" in err
     assert "Traceback" not in err

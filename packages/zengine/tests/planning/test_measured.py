@@ -54,7 +54,7 @@ def _own_process() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_own_process")
 def test_a_plan_comes_within_a_tenth_of_what_steps_take() -> None:
-    (found,) = run_ranks(_peaks, 1, [(8, False, 1), (8, True, 2)], timeout_s=300)
+    (found,) = run_ranks(_peaks, 1, [(8, False, 1), (8, True, 2)])
     for planned, real in found:
         assert planned == pytest.approx(real, rel=0.1)
 

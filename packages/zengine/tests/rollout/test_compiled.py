@@ -67,7 +67,7 @@ def test_exact_rollouts_of_a_compiled_engine_have_the_bits_of_one_that_is_not(nu
     (plain,) = run_ranks(_exact, 1, 0, num_blocks, None)
     for compiles_first in (True, False):
         for world, stage in ((1, 0), (2, 3)):
-            found = run_ranks(_exact, world, stage, num_blocks, compiles_first, timeout_s=120)[0]
+            found = run_ranks(_exact, world, stage, num_blocks, compiles_first)[0]
             assert found[0] != found[1]
             if world == 1 and not compiles_first:  # before the first compiled step, on the same data
                 assert found[0] == plain[0]

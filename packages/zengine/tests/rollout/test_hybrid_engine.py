@@ -189,7 +189,7 @@ def _switches(stage: int) -> tuple[bool, float]:
 
 def test_weights_are_bit_equal_after_100_rollouts_with_adapters() -> None:
     for stage in (0, 3):
-        for is_equal, worst in run_ranks(_switches, 2, stage, timeout_s=120):
+        for is_equal, worst in run_ranks(_switches, 2, stage):
             assert is_equal
             assert worst < 1e-5
 

@@ -105,7 +105,7 @@ def test_a_switch_takes_a_share_of_the_model_and_one_unit(world: int, size: int,
     if with_adapters:
         copied += (MERGED_BYTES if size == 1 else 2 * WIDTH**2 * 4) + SCRATCH_BYTES
     assert planned(size, world, with_adapters) == pytest.approx(copied, rel=0.02)  # embeddings, norms, biases
-    for peaks in run_ranks(_switch, world, size, with_adapters, timeout_s=300):
+    for peaks in run_ranks(_switch, world, size, with_adapters):
         for peak in peaks:
             if copied:
                 wanted = planned(size, world, with_adapters) + CACHE_BYTES // size

@@ -40,7 +40,7 @@ print(hashlib.sha256(b"".join(bytes(param.untyped_storage()) for param in params
 
 def run(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, **variables}
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=600, check=False)
 
 
 def must(command: list[str], cwd: Path, **variables: str) -> str:

@@ -167,7 +167,7 @@ class Meeting:
     """An all_reduce between threads, each of which is a rank; counts the calls."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.barrier = threading.Barrier(num_ranks, timeout=300)
         self.given: list[Tensor] = []
         self.num_calls = 0
 

@@ -56,7 +56,7 @@ class Meeting:
 
     def __init__(self, compute: Callable[[list[Tensor]], Tensor]) -> None:
         self.compute, self.given, self.result = compute, dict[int, Tensor](), torch.zeros(0)
-        self.barrier = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=300)
 
     def of(self, rank: int) -> Callable[[Sequence[Tensor]], None]:
         def mean(tensors: Sequence[Tensor]) -> None:

@@ -279,7 +279,7 @@ def test_ranks_that_gather_and_reduce_do_not_wait_in_a_circle(fields: dict[str, 
     policy = ZeroPolicy(stage=3, unit_numel=1100, persist_numel=0, max_live_numel=0, prefetch_numel=0, **fields)
     world_size = 2 if "shard_group_size" not in fields else 4
     share = {2: 0.5, 4: 0.25}[world_size]
-    for first, *others in run_ranks(_goes_another_way, world_size, policy, timeout_s=30):
+    for first, *others in run_ranks(_goes_another_way, world_size, policy):
         torch.testing.assert_close(first, torch.full((32,), 4.0), rtol=0.01, atol=0)
         for other in others:
             torch.testing.assert_close(other, torch.full((32,), 4.0 * share), rtol=0.01, atol=0)
@@ -327,5 +327,5 @@ def test_rows_leave_after_the_sums_between_copies(stage: int) -> None:
         for rank in range(WORLD):
             (model(torch.arange(3), step == 0 or rank < 2) / WORLD).backward()
         optimizer.step()
-    for found in run_ranks(_looks_up, WORLD, policy, timeout_s=20):
+    for found in run_ranks(_looks_up, WORLD, policy):
         torch.testing.assert_close(found, model.table.weight.detach(), rtol=1e-5, atol=1e-6)

@@ -144,5 +144,5 @@ def _one_rank_looks(stage: int) -> torch.Tensor:
 
 
 def test_rows_that_one_rank_has_and_another_has_not_hold_nobody_up() -> None:
-    found, expected = run_ranks(_one_rank_looks, 2, 3, timeout_s=60), run_ranks(_one_rank_looks, 2, 2, timeout_s=60)
+    found, expected = run_ranks(_one_rank_looks, 2, 3), run_ranks(_one_rank_looks, 2, 2)
     assert all(torch.equal(table, expected[0]) for table in (*found, *expected))

@@ -153,7 +153,7 @@ def killed() -> str:
 
 def test_a_dead_process_is_named() -> None:
     with pytest.raises(RankFailed) as caught:
-        run_ranks(killed, 3, timeout_s=30)
+        run_ranks(killed, 3)
     text = str(caught.value)
     assert text.count("StageFailed: Rank 1 is gone: its process has ended (process ") == 2
     assert "This is rank 0 (stage 0 of 3), which was in" in text

@@ -30,7 +30,7 @@ print(product.sum().item() if sys.argv[3] == "rounded" else product.numpy().toby
 
 def run(command: list[str], cwd: Path, **variables: str) -> str:
     environ = {**os.environ, **variables}
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

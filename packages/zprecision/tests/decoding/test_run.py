@@ -213,7 +213,7 @@ class Exchange:
     """Two ranks, as threads."""
 
     def __init__(self) -> None:
-        self.barrier, self.mail = threading.Barrier(2, timeout=60), [torch.empty(0), torch.empty(0)]
+        self.barrier, self.mail = threading.Barrier(2, timeout=300), [torch.empty(0), torch.empty(0)]
 
     def swap(self, rank: int, x: Tensor) -> list[Tensor]:
         self.mail[rank] = x.clone()

@@ -46,7 +46,7 @@ __all__ = ["run_ranks"]
 T = TypeVar("T")  # return type of the function
 
 
-def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[T]:
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 600.0, **kwargs: Any) -> list[T]:
     """Run `fn(*args, **kwargs)` on `world_size` processes at once; return their results in rank order.
 
     Inside, torch.distributed has a default Gloo group of that size and the launch variables (RANK, WORLD_SIZE, ...)
@@ -55,7 +55,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: floa
 
     fn: a function at the top level of any file.  args, kwargs, results: anything that pickles; tensors by value.
     Raises RankFailed with every rank's own traceback, signal or Python stack if one of them raises, dies or does not
-    return within `timeout_s`; TypeError for a function or argument that cannot be sent.
+    return within `timeout_s`, a limit against hangs; TypeError for a function or argument that cannot be sent.
     """
     if world_size < 1:
         raise ValueError(f"run_ranks needs a world size of at least 1, got {world_size}.")

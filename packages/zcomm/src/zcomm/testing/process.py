@@ -20,7 +20,7 @@ from zcomm.testing import rank as rank_module
 from zcomm.testing.rank import DUMP_SIGNAL
 
 RANK_NAME = "zcomm-rank"  # of the processes
-START_LIMIT_S = 60.0  # for a process to start; the first also waits for the fork server to import torch
+START_LIMIT_S = 300.0  # for a process to start; the first also waits for the fork server to import torch
 _PRELOAD = ["torch", "torch.distributed", "numpy", "zcomm", "zcomm.testing.rank"]
 _preload: list[str] = []  # and those of `preload`
 

@@ -34,7 +34,7 @@ def _put() -> None:
 
 
 def test_what_is_put_is_found_and_restored() -> None:
-    run_ranks(_put, 1, timeout_s=120)
+    run_ranks(_put, 1)
 
 
 def _refused() -> None:
@@ -44,7 +44,7 @@ def _refused() -> None:
 
 
 def test_attentions_that_cannot_are_refused() -> None:
-    run_ranks(_refused, 1, timeout_s=120)
+    run_ranks(_refused, 1)
 
 
 def _without() -> str:
