@@ -47,6 +47,7 @@ PARTS = (
     Part("tests", [*PYTEST, "-q", "--ignore=tests/architecture", "--ignore=tests/docs"], r"\d.* in .*"),
 )
 NAMES = [part.name for part in PARTS]
+WITH_WEEKLY = {"doctests", "tests"}  # parts of which tests/weekly_tests.txt leaves tests out
 AT_ONCE = 2  # parts: of the slow ones types, architecture and caps use one core each
 
 
@@ -90,7 +91,7 @@ def select(only: str, fast: bool, weekly: bool = False) -> list[Part]:
         raise ValueError(f"--only {','.join(unknown)}: no such part; choose from {', '.join(NAMES)}")
     parts = [part for part in PARTS if part.name in wanted and not (fast and part.name == "tests")]
     more = ["--weekly"] if weekly else []
-    return [part._replace(command=[*part.command, *more]) if part.name == "tests" else part for part in parts]
+    return [part._replace(command=[*part.command, *more]) if part.name in WITH_WEEKLY else part for part in parts]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failed.append(part.name)
             if outcome.code or options.verbose:
                 print(outcome.output.rstrip() + "\n", flush=True)
-    is_whole = options.weekly or "tests" not in {part.name for part in parts}
+    is_whole = options.weekly or WITH_WEEKLY.isdisjoint(part.name for part in parts)
     left_out = "" if is_whole else " (--weekly runs all of the tests in tests/weekly_tests.txt)"
     print(f"check: {'FAIL: ' + ', '.join(failed) if failed else 'ok'}{left_out}")
     return 1 if failed else 0
