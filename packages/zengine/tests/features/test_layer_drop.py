@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from typing import Any
 
 import pytest
@@ -98,11 +97,24 @@ def test_theta_follows_the_law(step: int, theta: float) -> None:
     assert theta_at(step, 0.5, 0.001) == pytest.approx(theta, abs=1e-6)
 
 
-def test_a_layer_is_kept_with_the_probability_of_the_law() -> None:
-    kept = sum(is_kept(1, step, 3, 0.7) for step in range(20_000)) / 20_000
-    assert kept == pytest.approx(0.7, abs=4 * math.sqrt(0.7 * 0.3 / 20_000))
-    assert all(is_kept(1, step, 0, 1.0) for step in range(100))
-    assert not any(is_kept(1, step, 0, 0.0) for step in range(100))
+@pytest.mark.parametrize("seed", [0, 1, 1234])
+@pytest.mark.parametrize("probability", [0.0, 0.3, 0.625, 1.0])
+def test_a_layer_is_kept_as_often_as_the_law_says(seed: int, probability: float) -> None:
+    kept = torch.tensor([is_kept(seed, step, probability) for step in range(10_000)]).double()
+    assert float(kept.mean()) == pytest.approx(probability, abs=1e-3)
+    assert (kept.unfold(0, 12, 1).sum(1) - 12 * probability).abs().max() < 2
+
+
+def test_where_a_layer_runs_all_before_it_run_too() -> None:
+    engine = engine_of()
+    drop = drop_of(engine)
+    depths = set()
+    for step in range(100):
+        kept = [drop.keeps(layer, step) for layer in range(5)]
+        assert kept == sorted(kept, reverse=True)
+        depths.add(sum(kept))
+    assert depths == {1, 2, 3, 4, 5}
+    engine.close()
 
 
 def test_a_module_that_takes_theta_gets_it_one_step_late_as_with_deepspeed() -> None:
@@ -162,26 +174,28 @@ def test_a_module_without_the_keyword_is_told_to_name_its_layers() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("is_tuple", [False, True])
-def test_losses_equal_a_plain_loop_that_skips_the_same_layers(recompute: bool, is_tuple: bool) -> None:
-    engine = engine_of(Stack(recompute, is_tuple), gradient_clipping=0)
+@pytest.mark.parametrize("count", [1, 3])
+def test_losses_equal_a_plain_loop_that_skips_the_same_layers(recompute: bool, is_tuple: bool, count: int) -> None:
+    engine = engine_of(Stack(recompute, is_tuple), gradient_clipping=0, gradient_accumulation_steps=count)
     drop = drop_of(engine)
     plain = Stack()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     expected, skipped = [], 0
     for step in range(12):
-        hidden = batch(step)
-        for number, block in enumerate(plain.blocks):
-            if drop.keeps(number, step):
-                hidden = block(hidden)
-            else:
-                skipped += 1
-        loss = hidden.square().mean()
-        optimizer.zero_grad()
-        loss.backward()
+        for micro_step in range(count):
+            hidden = batch(count * step + micro_step)
+            for number, block in enumerate(plain.blocks):
+                if drop.keeps(number, step):
+                    hidden = block(hidden)
+                else:
+                    skipped += 1
+            loss = hidden.square().mean()
+            (loss / count).backward()
+            expected.append(float(loss))
         optimizer.step()
-        expected.append(float(loss))
-    assert train(engine, range(12)) == pytest.approx(expected, rel=1e-6)
-    assert skipped > 10
+        optimizer.zero_grad()
+    assert train(engine, range(12 * count)) == pytest.approx(expected, rel=1e-6)
+    assert skipped > 10 * count
     engine.close()
 
 
@@ -226,20 +240,25 @@ def test_a_resumed_run_skips_the_same_layers(tmp_path: Any) -> None:
     resumed.close()
 
 
-def _losses_at_stage(stage: int) -> list[float]:
-    engine = engine_of(zero_optimization={"stage": stage})
-    losses = train(engine, range(8))
+def _losses_at_stage(stage: int, count: int) -> list[float]:
+    engine = engine_of(zero_optimization={"stage": stage}, gradient_accumulation_steps=count)
+    losses = train(engine, range(8 * count))
     engine.close()
     return losses
 
 
-def _stages() -> list[list[float]]:
-    return [_losses_at_stage(stage) for stage in range(4)]
+def _stages(count: int) -> list[list[float]]:
+    return [_losses_at_stage(stage, count) for stage in range(4)]
 
 
 def test_stages_agree_bit_for_bit() -> None:
-    for by_stage in run_ranks(_stages, 2):
+    for by_stage in run_ranks(_stages, 2, 1):
         assert all(losses == by_stage[0] for losses in by_stage)
+
+
+def test_stages_agree_where_micro_steps_skip_other_layers() -> None:
+    for by_stage in run_ranks(_stages, 2, 2):  # stages 2 and 3 sum over ranks before micro-steps
+        assert all(losses == pytest.approx(by_stage[0], rel=1e-6) for losses in by_stage)
 
 
 def _loss_of(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

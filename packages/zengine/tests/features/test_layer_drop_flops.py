@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zengine
 from zengine.features.layer_drop import LayerDrop, theta_at
 
-DEPTH, WIDTH, STEPS, COUNTED = 12, 16, 2000, 40
+DEPTH, WIDTH, STEPS, COUNTED = 12, 16, 2000, 12
 
 
 class Block(nn.Module):
@@ -68,7 +68,7 @@ def test_block_flops_of_a_run_fall_as_the_law_says(gamma: float) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": gamma, "layers": "blocks"},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": gamma, "layers": "blocks", "seed": 22},
     }
     engine = zengine.initialize(model=GPT(), config=config)[0]
     drop = next(feature for feature in engine._features if isinstance(feature, LayerDrop))
@@ -81,7 +81,7 @@ def test_block_flops_of_a_run_fall_as_the_law_says(gamma: float) -> None:
     assert rest == 3 * 2 * WIDTH * 32 * 2 * 8, "the output layer"
     assert flops == [rest + block * number for number in kept[:COUNTED]]
     assert min(kept[:COUNTED]) < DEPTH
-    assert abs(sum(kept) / (DEPTH * STEPS) - law(gamma, STEPS)) < 0.01
+    assert abs(sum(kept) / (DEPTH * STEPS) - law(gamma, STEPS)) < 0.001
 
 
 def test_the_law_over_a_run_is_that_of_the_paper() -> None:

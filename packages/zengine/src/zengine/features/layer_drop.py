@@ -8,14 +8,17 @@ A module whose forward names the keyword `pld_theta`, or takes any (`**kwargs`),
 `progressive_layer_drop=True`) while it trains, as with DeepSpeed, and skips its layers itself.  Other modules need no
 change: the config names a list of layers, and the engine skips them.
 
-- Whether a layer runs is a function of (seed, step, layer), so all ranks skip the same layers, as stage 3 needs, and
-  activation checkpointing replays the choice.  All micro-steps of a step have the same choice.
+- All layers of a step compare their probabilities with one number: where a layer runs, all before it run too.  So the
+  whole model, which is what evaluation runs, is trained as often as its last layer.
+- The number is a function of (seed, step), so all ranks skip the same layers, as stage 3 needs, and activation
+  checkpointing replays the choice.  It moves by the golden ratio from step to step, so a layer is skipped as often as
+  the law says in any dozen steps.
 - A skipped layer returns its first input.  A layer that returns a tuple (hidden, None, ...) returns (hidden, None,
   ...) when it is skipped; the form of its output is learnt in its first call, which runs, and saved.
 - In a pipeline the layers are those of one class, numbered over all stages.
 
-Rejected: a wrapper module in place of a layer, which renames its parameters; a choice for each micro-step, which
-activation checkpointing cannot replay when several micro-batches are in flight.
+Rejected: a number for each layer or micro-step, where whole steps of the whole model are fewer and its loss is higher
+(bench/results/layer-drop.md); a wrapper module in place of a layer, which renames its parameters.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from zengine.step_report import StepReport
 
 KEYWORD = "pld_theta"
+_GOLDEN = 0x9E3779B97F4A7C15  # of 2**64, as the golden ratio's fraction of 1
 
 log = logging.getLogger("zengine")
 
@@ -49,10 +53,10 @@ def theta_at(step: int, theta: float, gamma: float) -> float:
     return float((1.0 - theta) * np.exp(-gamma * step) + theta)
 
 
-def is_kept(seed: int, step: int, layer: int, probability: float) -> bool:
-    """Return True with `probability`, as a function of the other arguments alone."""
-    digest = hashlib.blake2b(f"{seed} {step} {layer}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < probability * 2.0**64
+def is_kept(seed: int, step: int, probability: float) -> bool:
+    """Return whether a layer that is kept with this probability runs, as a function of the arguments alone."""
+    start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")
+    return (start + step * _GOLDEN) % 2**64 < probability * 2.0**64
 
 
 @final
@@ -102,7 +106,7 @@ class LayerDrop(Feature):
     def keeps(self, layer: int, steps: int) -> bool:
         """Return True if the layer of that number runs in the step after `steps` steps."""
         probability = 1.0 - layer / self.num_layers * (1.0 - self._theta_in(steps))
-        return is_kept(self.plan.seed, steps, layer, probability)
+        return is_kept(self.plan.seed, steps, probability)
 
     def _keeps(self, layer: int) -> Callable[[], bool]:
         return lambda: not self._is_open or self.keeps(layer, self.clock.steps)
