@@ -36,7 +36,7 @@ def on(num_ranks: int, name: str, *arguments: Any) -> list[tuple[Any, str]]:
 def in_fresh_rank(name: str) -> tuple[Any, str]:
     """Run an example that configures another library for its whole process."""
     end_ranks()
-    [found] = run_ranks(run, 1, name)  # imports take long on a busy machine
+    [found] = run_ranks(run, 1, name)
     end_ranks()
     return found
 

@@ -11,8 +11,8 @@ change: the config names a list of layers, and the engine skips them.
 - All layers of a step compare their probabilities with one number: where a layer runs, all before it run too.  So the
   whole model, which is what evaluation runs, is trained as often as its last layer.
 - The number is a function of (seed, step), so all ranks skip the same layers, as stage 3 needs, and activation
-  checkpointing replays the choice.  It moves by the golden ratio from step to step, so a layer is skipped as often as
-  the law says in any dozen steps.
+  checkpointing replays the choice.  It moves by the golden ratio from step to step, so in any dozen steps a layer is
+  skipped about as often as the law says.
 - A skipped layer returns its first input.  A layer that returns a tuple (hidden, None, ...) returns (hidden, None,
   ...) when it is skipped; the form of its output is learnt in its first call, which runs, and saved.
 - In a pipeline the layers are those of one class, numbered over all stages.
