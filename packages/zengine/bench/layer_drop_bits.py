@@ -8,7 +8,7 @@ In each way layer i of L is kept with probability 1 - (i / L) (1 - theta(t)), an
     all     without layer drop
     step    all layers of a step compare their probabilities with one number, as in zengine
     micro   those of a micro-step do, of which a step has two
-    each    each layer has a number of its own (Zhang and He 2020)
+    each    each layer has a number of its own (Zhang and He 2020, algorithm 1)
 
 The main job's GPT on its text, in one process without an engine.  Evaluation runs every layer.
 """

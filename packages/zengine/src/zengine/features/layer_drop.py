@@ -17,8 +17,10 @@ change: the config names a list of layers, and the engine skips them.
   ...) when it is skipped; the form of its output is learnt in its first call, which runs, and saved.
 - In a pipeline the layers are those of one class, numbered over all stages.
 
-Rejected: a number for each layer or micro-step, where whole steps of the whole model are fewer and its loss is higher
-(bench/results/layer-drop.md); a wrapper module in place of a layer, which renames its parameters.
+Rejected: a number for each layer, as in the paper, where the whole model is seldom trained and its loss is higher
+(bench/results/layer-drop-bits.md); a number for each micro-step, which is better for some models, but which activation
+checkpointing cannot replay when several micro-batches are in flight; a wrapper module in place of a layer, which
+renames its parameters.
 """
 
 from __future__ import annotations
