@@ -18,8 +18,8 @@ change: the config names a list of layers, and the engine skips them.
 - In a pipeline the layers are those of one class, numbered over all stages.
 
 Rejected: a number for each layer, as in the paper, where the whole model is seldom trained and its loss is higher
-(bench/results/layer-drop-bits.md); a number for each micro-step, which is better for some models, but which activation
-checkpointing cannot replay when several micro-batches are in flight; a wrapper module in place of a layer, which
+(bench/results/layer-drop-bits.md); a number for each micro-step, which is better for some models, but activation
+checkpointing cannot replay it when several micro-batches are in flight; a wrapper module in place of a layer, which
 renames its parameters.
 """
 
