@@ -6,9 +6,10 @@
 In each way layer i of L is kept with probability 1 - (i / L) (1 - theta(t)), and a skipped layer gets no update:
 
     all     without layer drop
-    step    all layers of a step compare their probabilities with one number, as in zengine
-    micro   those of a micro-step do, of which a step has two
-    each    each layer has a number of its own (Zhang and He 2020, algorithm 1)
+    micro   all layers of a micro-step, of which a step has two, compare with one number, as in zengine
+    step    all layers of a step do, as in a pipeline of zengine
+    each    each layer of a step has a number of its own (Zhang and He 2020, algorithm 1)
+    whole   as micro, but only micro-steps that run the whole model train it; the others cost nothing
 
 The main job's GPT on its text, in one process without an engine.  Evaluation runs every layer.
 """
@@ -38,11 +39,12 @@ Choice: TypeAlias = Callable[[int, int, int, list[float]], list[bool]]
 
 CHOICES: dict[str, Choice] = {
     "all": lambda seed, step, micro, kept: [True] * len(kept),
+    "micro": lambda seed, step, micro, kept: [is_kept(seed, step, each, micro / 2) for each in kept],
     "step": lambda seed, step, micro, kept: [is_kept(seed, step, each) for each in kept],
-    "micro": lambda seed, step, micro, kept: [is_kept(seed, 2 * step + micro, each) for each in kept],
     "each": lambda seed, step, micro, kept: [
         random.Random(f"{seed} {step} {layer}").random() < each for layer, each in enumerate(kept)
     ],
+    "whole": lambda seed, step, micro, kept: [is_kept(seed, step, min(kept), micro / 2)] * len(kept),
 }
 
 
@@ -66,10 +68,12 @@ def trained(choose: Choice, shape: Shape, corpus: Corpus, seed: int, options: ar
         theta = theta_at(max(step - 1, 0), options.theta, options.gamma)
         kept = [1.0 - layer / shape.depth * (1.0 - theta) for layer in range(shape.depth)]
         batch = windows(corpus.train, options.batch, shape.context, 10**7 * seed + step)
-        for micro, half in enumerate(batch.chunk(2)):
-            for block, runs in zip(model.blocks, choose(seed, step, micro, kept)):
-                block.runs = runs
-            (model.train()(half) / 2).backward()
+        chosen = [(half, choose(seed, step, micro, kept)) for micro, half in enumerate(batch.chunk(2))]
+        trains = [(half, runs) for half, runs in chosen if any(runs)]
+        for half, runs in trains:
+            for block, is_run in zip(model.blocks, runs):
+                block.runs = is_run
+            (model.train()(half) / len(trains)).backward()
         for group in optimizer.param_groups:
             group["lr"] = rate(step, options)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -80,7 +84,7 @@ def trained(choose: Choice, shape: Shape, corpus: Corpus, seed: int, options: ar
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=["all", "step", "micro", "each"])
+    parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--width", type=int, default=64)

@@ -75,6 +75,34 @@ def test_compiled_blocks_train_to_the_same_losses(stage):
     assert not any("forward" in vars(module) for module in engine.module.modules())
 
 
+class DeepNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(12))
+
+
+def test_layers_that_are_skipped_at_times_share_their_graphs():
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
+        graphs.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.2, "gamma": 1.0, "layers": "blocks"},
+    }
+    engine, plain = (zengine.initialize(model=DeepNet(), config=config)[0] for _ in range(2))
+    engine.compile(backend=backend)
+    for _ in range(5):
+        assert losses(engine) == pytest.approx(losses(plain))
+    assert len(graphs) <= 2  # the first block's input needs no gradient
+    engine.close()
+    assert not any("forward" in vars(module) for module in engine.module.modules())
+    plain.close()
+
+
 def test_hooks_run_around_the_graph_and_an_own_forward_comes_back():
     engine = make(0)
     block, seen = engine.module.blocks[0], []

@@ -105,6 +105,18 @@ def test_a_layer_is_kept_as_often_as_the_law_says(seed: int, probability: float)
     assert (kept.unfold(0, 12, 1).sum(1) - 12 * probability).abs().max() < 2
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_the_micro_steps_of_a_step_share_out_what_is_kept(count: int) -> None:
+    engine = engine_of(gradient_accumulation_steps=count)
+    drop = drop_of(engine)
+    for step in range(20, 200):
+        for layer in range(5):
+            kept = sum(drop.keeps(layer, step, micro_step) for micro_step in range(count))
+            law = count * (1 - layer / 5 * 0.8)  # theta is 0.2
+            assert abs(kept - law) < 1
+    engine.close()
+
+
 def test_where_a_layer_runs_all_before_it_run_too() -> None:
     engine = engine_of()
     drop = drop_of(engine)
@@ -185,7 +197,7 @@ def test_losses_equal_a_plain_loop_that_skips_the_same_layers(recompute: bool, i
         for micro_step in range(count):
             hidden = batch(count * step + micro_step)
             for number, block in enumerate(plain.blocks):
-                if drop.keeps(number, step):
+                if drop.keeps(number, step, micro_step):
                     hidden = block(hidden)
                 else:
                     skipped += 1
@@ -196,6 +208,34 @@ def test_losses_equal_a_plain_loop_that_skips_the_same_layers(recompute: bool, i
         optimizer.zero_grad()
     assert train(engine, range(12 * count)) == pytest.approx(expected, rel=1e-6)
     assert skipped > 10 * count
+    engine.close()
+
+
+def test_micro_batches_in_flight_skip_the_same_layers_so_their_backward_replays_them() -> None:
+    losses = []
+    for recompute in (False, True):
+        engine = engine_of(Stack(recompute), gradient_accumulation_steps=2)
+        drop = drop_of(engine)
+        for step in range(20):
+            pair = [engine(batch(2 * step + each)) for each in range(2)]
+            for loss in pair:
+                engine.backward(loss)
+                engine.step()
+            losses.append([float(loss) for loss in pair])
+        assert any(drop.keeps(layer, step) != drop.keeps(layer, step, 1) for layer in range(5) for step in range(20))
+        engine.close()
+    assert losses[:20] == losses[20:]
+
+
+def test_the_share_of_layers_that_ran_is_charted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(gradient_accumulation_steps=2)
+    charted: list[tuple[str, float, int]] = []
+    monkeypatch.setattr(type(drop_of(engine).telemetry), "write_events", lambda _, events: charted.extend(events))
+    for step in range(12):
+        calls = [block.calls for block in engine.module.blocks]
+        train(engine, range(2 * step, 2 * step + 2))
+        ran = sum(block.calls for block in engine.module.blocks) - sum(calls)
+        assert charted[-1] == ("data/pld_kept_layers", ran / 10, step + 1)
     engine.close()
 
 

@@ -6,7 +6,7 @@ transformer).  Equal blocks are compiled once, and code between blocks is not co
 module without lists, is compiled as a whole.  The blocks of a pipeline are the layers of this rank.
 
 Layers that are split over ranks communicate, which a graph cannot contain: they run uncompiled, and graphs break
-around them.
+around them.  What decides that a layer is skipped (layer drop) is not compiled either, only the layer.
 
 Rejected: compiling the whole module by default, which takes minutes instead of seconds, for a few per cent.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zengine.engine.feature import Feature
+from zengine.features.layer_drop import SkippedLayer
 from zengine.imports import is_pipeline
 
 if TYPE_CHECKING:
@@ -52,14 +53,14 @@ class Compiled(Feature):
     def __init__(self, backend: str | Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.backend = backend
         self.options = options
-        self.blocks: list[nn.Module] = []
+        self.blocks: list[nn.Module | SkippedLayer] = []
         self.own: list[dict[str, Any]] = []  # of each block: {"forward": ...} if its instance has one
 
     def attach(self, run: Run) -> None:
         """Replace the forwards."""
         blocks = blocks_of(run.module)
         split = [module for module in run.module.modules() if communicates(module)]
-        self.blocks = [*split, *(block for block in blocks if not communicates(block))]
+        self.blocks = [*split, *(_compiled_part(block) for block in blocks if not communicates(block))]
         self.own = [{"forward": vars(block)["forward"]} if "forward" in vars(block) else {} for block in self.blocks]
         for module in split:
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
@@ -72,6 +73,12 @@ class Compiled(Feature):
             del vars(block)["forward"]
             vars(block).update(own)
         self.blocks, self.own = [], []
+
+
+def _compiled_part(block: nn.Module) -> nn.Module | SkippedLayer:
+    """Return what has the forward to compile: not the choice whether the block runs."""
+    owner = getattr(block.forward, "__self__", block)
+    return owner if isinstance(owner, SkippedLayer) else block
 
 
 _COMMUNICATING = ("zpartition.tensor.", "zpartition.experts.", "zpartition.sequence.")

@@ -8,30 +8,33 @@ A module whose forward names the keyword `pld_theta`, or takes any (`**kwargs`),
 `progressive_layer_drop=True`) while it trains, as with DeepSpeed, and skips its layers itself.  Other modules need no
 change: the config names a list of layers, and the engine skips them.
 
-- All layers of a step compare their probabilities with one number: where a layer runs, all before it run too.  So the
-  whole model, which is what evaluation runs, is trained as often as its last layer.
-- The number is a function of (seed, step), so all ranks skip the same layers, as stage 3 needs, and activation
-  checkpointing replays the choice.  It moves by the golden ratio from step to step, so in any dozen steps a layer is
-  skipped about as often as the law says.
+- All layers of a micro-step compare their probabilities with one number: where a layer runs, all before it run too.
+  So the whole model, which is what evaluation runs, is trained as often as its last layer.
+- The number is a function of (seed, step, micro-step), so all ranks skip the same layers, as stage 3 needs.  It moves
+  by the golden ratio from step to step, and by 1 / n within a step of n micro-steps: with two, a layer that is kept
+  at least half the time runs in each step, and in any dozen micro-steps each is skipped as often as the law says.
+- The backward of a micro-step, where activation checkpointing runs layers again, sees the number of its forward: it
+  changes with a forward while no other waits for its backward.
 - A skipped layer returns its first input.  A layer that returns a tuple (hidden, None, ...) returns (hidden, None,
   ...) when it is skipped; the form of its output is learnt in its first call, which runs, and saved.
-- In a pipeline the layers are those of one class, numbered over all stages.
+- In a pipeline the layers are those of one class, numbered over all stages, and a step has one number, as several
+  micro-batches are in flight.
 
 Rejected: a number for each layer, as in the paper, where the whole model is seldom trained and its loss is higher
-(bench/results/layer-drop-bits.md); a number for each micro-step, which is better for some models, but activation
-checkpointing cannot replay it when several micro-batches are in flight; a wrapper module in place of a layer, which
-renames its parameters.
+(bench/results/layer-drop-bits.md); a wrapper module in place of a layer, which renames its parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 import zpartition
@@ -55,10 +58,13 @@ def theta_at(step: int, theta: float, gamma: float) -> float:
     return float((1.0 - theta) * np.exp(-gamma * step) + theta)
 
 
-def is_kept(seed: int, step: int, probability: float) -> bool:
-    """Return whether a layer that is kept with this probability runs, as a function of the arguments alone."""
+def is_kept(seed: int, step: int, probability: float, part: float = 0.0) -> bool:
+    """Return whether a layer that is kept with this probability runs, as a function of the arguments alone.
+
+    part: of the step that is over, at least 0 and less than 1.
+    """
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")
-    return (start + step * _GOLDEN) % 2**64 < probability * 2.0**64
+    return (start + step * _GOLDEN + int(part * 2.0**64)) % 2**64 < probability * 2.0**64
 
 
 @final
@@ -70,13 +76,14 @@ class LayerDrop(Feature):
     module: nn.Module
     clock: Clock
     telemetry: TelemetrySlot
-    layers: dict[int, _Skipped]  # this rank's named layers, by number; empty: the module skips
+    layers: dict[int, SkippedLayer]  # this rank's named layers, by number; empty: the module skips
     num_layers: int  # of the model; 0: the module skips
 
     def __init__(self, plan: ProgressiveLayerDrop) -> None:
         self.plan = plan
         self.layers = {}
         self.num_layers = 0
+        self._micro_step = 0  # of the last forward; in a pipeline 0
         self._is_open = True
 
     def attach(self, run: Run) -> None:
@@ -93,7 +100,7 @@ class LayerDrop(Feature):
         _check_owned(named, zpartition.pipeline_stages_of(run.module))
         self.num_layers = named.count
         for number, layer in named.own.items():
-            self.layers[number] = _Skipped(layer, self._keeps(number))
+            self.layers[number] = SkippedLayer(layer, self._keeps(number))
         if run.parts.world.rank == 0:
             log.info("progressive layer drop: skips some of the %d layers of %s", named.count, named.path)
 
@@ -105,15 +112,18 @@ class LayerDrop(Feature):
     def _theta_in(self, steps: int) -> float:
         return theta_at(max(steps - 1, 0), self.plan.theta, self.plan.gamma)
 
-    def keeps(self, layer: int, steps: int) -> bool:
-        """Return True if the layer of that number runs in the step after `steps` steps."""
+    def keeps(self, layer: int, steps: int, micro_step: int = 0) -> bool:
+        """Return True if the layer of that number runs in a micro-step of the step after `steps` steps."""
         probability = 1.0 - layer / self.num_layers * (1.0 - self._theta_in(steps))
-        return is_kept(self.plan.seed, steps, probability)
+        count = self.clock.accumulation
+        return is_kept(self.plan.seed, steps, probability, micro_step % count / count)
 
     def _keeps(self, layer: int) -> Callable[[], bool]:
-        return lambda: not self._is_open or self.keeps(layer, self.clock.steps)
+        return lambda: not self._is_open or self.keeps(layer, self.clock.steps, self._micro_step)
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled() and self.clock.forwards == 1:
+            self._micro_step = self.clock.index + self.clock.pairs
         if self.num_layers or not self.module.training:
             return args, kwargs
         return args, {**kwargs, "progressive_layer_drop": True, KEYWORD: self.theta}
@@ -123,8 +133,9 @@ class LayerDrop(Feature):
         steps = report.step - 1
         events = [("data/pld_theta", self._theta_in(steps), report.step)]
         if self.num_layers:
-            kept = sum(self.keeps(layer, steps) for layer in range(self.num_layers))
-            events.append(("data/pld_kept_layers", kept / self.num_layers, report.step))
+            places = list(itertools.product(range(self.num_layers), range(self._micro_step + 1)))
+            kept = sum(self.keeps(layer, steps, micro_step) for layer, micro_step in places)
+            events.append(("data/pld_kept_layers", kept / len(places), report.step))
         self.telemetry.write_events(events)
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -193,27 +204,27 @@ def _check_owned(named: NamedLayers, stages: zpartition.ModelParallelGroup) -> N
 
 
 @final
-class _Skipped:
-    """Forward of one layer, skipped at some steps.
+class SkippedLayer:
+    """Forward of one layer, skipped at some micro-steps.
 
     A bound method replaces forward, so a deep copy of the module has a copy of this object.
     """
 
     def __init__(self, layer: nn.Module, keeps: Callable[[], bool]) -> None:
         self.layer = layer
-        self.keeps = keeps  # in the running step
+        self.keeps = keeps  # in the running micro-step
         self.num_members = -1  # of the layer's output: 0 for a tensor, -1 before the first call
         self._name_of_input = next(iter(inspect.signature(layer.forward).parameters), "")
-        self._forward = layer.forward
+        self.forward: Callable[..., Any] = layer.forward  # its own
         self._had_own = "forward" in layer.__dict__
-        layer.forward = self.forward
+        layer.forward = self.run
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, or return its first input in the form of its output."""
         if self.num_members >= 0 and self.layer.training and not self.keeps():
             hidden = args[0] if args else kwargs[self._name_of_input]
             return (hidden, *[None] * (self.num_members - 1)) if self.num_members else hidden
-        output = self._forward(*args, **kwargs)
+        output = self.forward(*args, **kwargs)
         if self.num_members < 0:
             self.num_members = self._members_of(output)
         return output
@@ -230,7 +241,7 @@ class _Skipped:
 
     def restore(self) -> None:
         if self._had_own:
-            self.layer.forward = self._forward
+            self.layer.forward = self.forward
         else:
             del self.layer.forward
 
