@@ -12,7 +12,7 @@ change: the config names a list of layers, and the engine skips them.
   So the whole model, which is what evaluation runs, is trained as often as its last layer.
 - The number is a function of (seed, step, micro-step), so all ranks skip the same layers, as stage 3 needs.  It moves
   by the golden ratio from step to step, and by 1 / n within a step of n micro-steps: with two, a layer that is kept
-  at least half the time runs in each step, and in any dozen micro-steps each is skipped as often as the law says.
+  at least half the time runs in each step, and in any dozen steps each is skipped about as often as the law says.
 - The backward of a micro-step, where activation checkpointing runs layers again, sees the number of its forward: it
   changes with a forward while no other waits for its backward.
 - A skipped layer returns its first input.  A layer that returns a tuple (hidden, None, ...) returns (hidden, None,
