@@ -123,11 +123,12 @@ def install(venv: Path, wheels: Sequence[Path], cwd: Path) -> str:
 
 
 def copy_tests(name: str, target: Path) -> None:
-    """Copy the tests, the README and the pytest settings, all that the tests need beside the wheel."""
+    """Copy the tests, the documents and the pytest settings, all that the tests need beside the wheel."""
     target.mkdir()
     folder = repo.package_folder(name)
     shutil.copytree(folder / "tests", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(folder / "README.md", target)
+    for document in folder.glob("*.md"):
+        shutil.copy(document, target)
     shutil.copy(repo.ROOT / "pyproject.toml", target)
 
 

@@ -146,6 +146,7 @@ def _open_together(folder: str) -> tuple[str, list[str]]:
             return str(error), verified
 
 
+@pytest.mark.skipif(not DEEPSPEED.is_dir(), reason="needs the fixtures of zckpt's tests")
 def test_ranks_of_a_host_verify_a_deepspeed_folder_together_and_share_the_verdict(tmp_path):
     shutil.copytree(DEEPSPEED / "zero2_bf16", tmp_path / "run")
     (tag, first), (_, second) = run_ranks(_open_together, 2, str(tmp_path / "run"))

@@ -223,8 +223,7 @@ def test_an_unknown_mode_is_rejected() -> None:
 
 
 def bert(kind: str, **changes: Any) -> Any:
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=50, max_position_embeddings=66, **changes)

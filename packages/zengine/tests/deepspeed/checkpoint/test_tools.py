@@ -24,6 +24,7 @@ from zengine.deepspeed.utils import zero_to_fp32
 
 FIXTURES = Path(__file__).resolve().parents[4] / "zckpt/tests/fixtures/deepspeed"
 PIPELINE = FIXTURES / "pipe_zero1_fp32" / "global_step3"
+needs_fixtures = pytest.mark.skipif(not FIXTURES.is_dir(), reason="needs the fixtures of zckpt's tests")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_states_of_ranks_are_merged() -> None:
         merge_state([1], [1, 2])
 
 
+@needs_fixtures
 def test_a_pipelines_files_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
     found = DeepSpeedCheckpoint(str(PIPELINE), final_layer_norm_idx=-1)
     assert (found.pp_degree, found.tp_degree, found.dp_degree, found.original_world_size) == (2, 1, 2, 4)
@@ -93,6 +95,7 @@ def test_a_pipelines_files_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+@needs_fixtures
 def test_optimizer_shards_are_joined_for_fewer_ranks() -> None:
     alone = DeepSpeedCheckpoint(str(PIPELINE), dp_degree=1)
     assert alone.is_change_dp_degree()
@@ -121,6 +124,7 @@ def test_constants_and_names_are_deepspeeds() -> None:
     assert checkpoint.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"
 
 
+@needs_fixtures
 @pytest.mark.parametrize("case", ["zero2_fp16", "pipe_zero1_fp32"])
 def test_the_tool_writes_what_deepspeeds_tool_wrote(tmp_path: Path, case: str) -> None:
     """As `python -m zengine.deepspeed.checkpoint.ds_to_universal`, beside the fixture of the real tool."""
@@ -144,6 +148,7 @@ def test_the_tool_refuses_what_it_cannot_convert(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@needs_fixtures
 def test_files_by_kind_are_found_by_number(tmp_path: Path) -> None:
     for rank in (0, 2, 10):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
