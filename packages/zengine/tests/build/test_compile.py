@@ -45,6 +45,16 @@ def make(stage: int) -> zengine.Engine:
     return zengine.initialize(model=Net(), config=config)[0]
 
 
+def recording(graphs: list[int]) -> Callable[..., Callable[..., Any]]:
+    """Return a backend that notes the size of each graph and runs it as it is."""
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    return backend
+
+
 def losses(engine: zengine.Engine) -> list[float]:
     found = []
     for index in range(3):
@@ -57,14 +67,9 @@ def losses(engine: zengine.Engine) -> list[float]:
 def test_compiled_blocks_train_to_the_same_losses(stage):
     engine, plain = make(stage), make(stage)
     graphs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
-        graphs.append(len(list(graph.graph.nodes)))
-        return graph.forward
-
     names = list(engine.state_dict())
     assert not engine.is_compiled
-    engine.compile(backend=backend, compile_kwargs={"dynamic": False})
+    engine.compile(backend=recording(graphs), compile_kwargs={"dynamic": False})
     assert engine.is_compiled
     assert losses(engine) == pytest.approx(losses(plain))
     assert graphs
@@ -83,21 +88,16 @@ class DeepNet(Net):
 
 def test_layers_that_are_skipped_at_times_share_their_graphs():
     graphs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
-        graphs.append(len(list(graph.graph.nodes)))
-        return graph.forward
-
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "progressive_layer_drop": {"enabled": True, "theta": 0.2, "gamma": 1.0, "layers": "blocks"},
     }
     engine, plain = (zengine.initialize(model=DeepNet(), config=config)[0] for _ in range(2))
-    engine.compile(backend=backend)
+    engine.compile(backend=recording(graphs))
     for _ in range(5):
         assert losses(engine) == pytest.approx(losses(plain))
-    assert len(graphs) <= 2  # the first block's input needs no gradient
+    assert 1 <= len(graphs) <= 2  # the first block's input needs no gradient
     engine.close()
     assert not any("forward" in vars(module) for module in engine.module.modules())
     plain.close()
