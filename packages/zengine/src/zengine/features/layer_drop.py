@@ -61,7 +61,7 @@ def theta_at(step: int, theta: float, gamma: float) -> float:
 def is_kept(seed: int, step: int, probability: float, part: float = 0.0) -> bool:
     """Return whether a layer that is kept with this probability runs, as a function of the arguments alone.
 
-    part: of the step that is over, at least 0 and less than 1.
+    part: share of the step's micro-steps that have run, at least 0 and less than 1.
     """
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")
     return (start + step * _GOLDEN + int(part * 2.0**64)) % 2**64 < probability * 2.0**64
@@ -137,6 +137,7 @@ class LayerDrop(Feature):
             kept = sum(self.keeps(layer, steps, micro_step) for layer, micro_step in places)
             events.append(("data/pld_kept_layers", kept / len(places), report.step))
         self.telemetry.write_events(events)
+        self._micro_step = 0
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of members of this rank's layers' outputs; 0: a tensor, -1: not called yet."""
