@@ -1,9 +1,7 @@
-import ctypes
 import errno
 import fcntl
-import mmap
+import itertools
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,33 +18,53 @@ from zckpt.storage.storage import LOCAL
 
 _NBYTES = 300_001
 _WINDOW = 1 << 16
+_PAGE = 4096
 _TRIAL = 1000
 _ONCE = Access(True)
 
 
 @attrs.define
 class Machine:
-    """What reads cost, and what was read past the cache: all that a reader can learn."""
+    """What reads cost, which pages are cached, and what was read past the cache: all that a reader can learn.
+
+    The cache is a model: the kernel's own evicts late and reads ahead when a machine is busy.
+    """
 
     page_s: float = 1e-9  # processor time of a byte through the cache
     code: int = 0  # error of a direct read
     cpu_s: float = 0.0
+    pages: dict[int, set[int]] = attrs.field(factory=dict)  # of each file, by its inode: the cached ones
     direct: list[tuple[int, int]] = attrs.field(factory=list)  # (offset, bytes) of each direct read
     ahead: list[bool] = attrs.field(factory=list)  # each advice
 
     def preadv(self, real: Callable[..., int]) -> Callable[..., int]:
         def read(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-            is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-            if is_direct:
-                self.direct.append((offset, len(buffers[0])))
+            nbytes = len(buffers[0])
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                self.direct.append((offset, nbytes))
                 if self.code:
                     raise OSError(self.code, os.strerror(self.code))
-            count = real(fd, buffers, offset, flags)
-            if not is_direct and not flags:
-                self.cpu_s += count * self.page_s
+                return real(fd, buffers, offset)
+            cached, first = self.pages.setdefault(os.fstat(fd).st_ino, set()), offset // _PAGE
+            if flags:
+                assert flags == os.RWF_NOWAIT
+                missing = next(page for page in itertools.count(first) if page not in cached)
+                if missing == first:
+                    raise BlockingIOError(errno.EAGAIN, "not cached")
+                return real(fd, [buffers[0][: missing * _PAGE - offset]], offset)
+            count = real(fd, buffers, offset)
+            cached.update(range(first, -(-(offset + count) // _PAGE)))
+            self.cpu_s += count * self.page_s
             return count
 
         return read
+
+    def hold(self, path: Path, start: int = 0, stop: int = _NBYTES) -> None:
+        """Bytes of a file are cached from now on, in whole pages."""
+        self.pages.setdefault(path.stat().st_ino, set()).update(range(start // _PAGE, -(-stop // _PAGE)))
+
+    def evict(self, path: Path) -> None:
+        self.pages.pop(path.stat().st_ino, None)
 
 
 @pytest.fixture
@@ -58,10 +76,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Pages are expensive, trials and windows are small, and the kernel does not read ahead, whatever the advice."""
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except (OSError, AttributeError):
-        pytest.skip("this file system has no O_DIRECT")
+    skip_without_direct_reads(path)
     made = Machine()
     monkeypatch.setattr(os, "preadv", made.preadv(os.preadv))
     monkeypatch.setattr(frugal_reader.time, "thread_time", lambda: made.cpu_s)
@@ -71,31 +86,14 @@ def machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setitem(TRIAL_NBYTES, way, _TRIAL)
     real = PlainReader.read_ahead
     monkeypatch.setattr(PlainReader, "read_ahead", lambda self, on: (made.ahead.append(on), real(self, False)))
-    evict(path)
     return made
 
 
-def evict(path: Path) -> None:
-    """The file out of the page cache.  Pages that a busy machine still handles stay at first: asked again."""
-    fd, size = os.open(path, os.O_RDONLY), path.stat().st_size
-    os.fsync(fd)
-    for _ in range(200):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if not num_cached_pages(fd, size):
-            break
-        time.sleep(0.01)
-    os.close(fd)
-
-
-def num_cached_pages(fd: int, size: int) -> int:
-    """Pages of a file that are in the page cache, by mincore(2)."""
-    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    with mmap.mmap(fd, size, mmap.MAP_PRIVATE) as mapped:
-        start = ctypes.c_char.from_buffer(mapped)
-        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), pages)
-        del start
-    assert not failed
-    return sum(page & 1 for page in pages)
+def skip_without_direct_reads(path: Path) -> None:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except (OSError, AttributeError):
+        pytest.skip("this file system has no O_DIRECT")
 
 
 def read(
@@ -132,6 +130,36 @@ def test_bytes_are_those_of_the_file_at_every_alignment(
     assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for offset, nbytes in machine.direct)
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_the_kernels_own_cache_serves_what_it_holds(
+    path: Path, is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_direct_reads(path)
+    windows: list[int] = []
+    real = FrugalReader._read_window
+    monkeypatch.setattr(FrugalReader, "_read_window", lambda *args: (windows.append(args[1]), real(*args))[1])
+
+    def is_read_past_the_cache() -> bool:
+        windows.clear()
+        if is_cached:
+            path.read_bytes()
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with LOCAL.open(path, access=_ONCE) as reader:
+            assert isinstance(reader, FrugalReader)
+            reader.way = Way.DIRECT
+            found = bytearray(_NBYTES)
+            for offset, nbytes in in_steps(0, _NBYTES, 10_001):
+                reader.read_into(offset, memoryview(found)[offset : offset + nbytes])
+        assert found == path.read_bytes()
+        return bool(windows)
+
+    # A busy machine evicts pages of its own accord, or keeps them for a while: asked again
+    assert any(is_read_past_the_cache() is not is_cached for _ in range(20))
+
+
 def test_a_window_reaches_over_tensors_to_the_end_of_its_span_and_no_further(path: Path, machine: Machine) -> None:
     spans = ((0, 150_000), (200_000, 230_000))
     steps = in_steps(0, 150_000, 1000) + in_steps(200_000, 230_000, 999) + [(250_000, 10)]
@@ -148,7 +176,7 @@ def test_the_kernel_reads_ahead_through_the_cache_only(path: Path, machine: Mach
     assert machine.ahead == [True, False, False], "as opened; then a probe; then past the cache"
     machine.page_s = 0.0
     machine.ahead.clear()
-    evict(path)
+    machine.evict(path)
     assert read(path, in_steps(0, _NBYTES, 5000))[1] is Way.CACHE
     assert machine.ahead[:2] == [True, False]
     assert all(machine.ahead[2:])
@@ -167,18 +195,15 @@ def test_pages_that_become_expensive_are_left_later(path: Path, machine: Machine
 
 
 def test_what_is_cached_is_read_from_the_cache_up_to_its_last_page(path: Path, machine: Machine) -> None:
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        for start, stop in ((0, 40_960), (102_400, 143_360)):
-            os.pread(file.fileno(), stop - start, start)
-        span = ((0, _NBYTES),)
-        found, _ = read(path, in_steps(0, _NBYTES, _NBYTES), Access(True, span))
+    machine.hold(path, 0, 40_960)
+    machine.hold(path, 102_400, 143_360)
+    span = ((0, _NBYTES),)
+    found, _ = read(path, in_steps(0, _NBYTES, _NBYTES), Access(True, span))
     assert found == path.read_bytes()
     read_twice = [at for at, nbytes in machine.direct if at < 40_960]
     assert not read_twice
     machine.direct.clear()
-    evict(path)
-    path.read_bytes()
+    machine.hold(path)
     _, way = read(path, in_steps(0, _NBYTES, 5000), Access(True, span))
     assert way is Way.PROBE, "cached bytes say nothing of fresh pages"
     assert machine.direct == []
@@ -188,7 +213,7 @@ def test_cached_bytes_that_cost_like_fresh_ones_are_being_read_ahead_and_no_long
     path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read(path, [(0, 5000)])
-    path.read_bytes()  # as an advance of the kernel would
+    machine.hold(path)  # as an advance of the kernel would
     monkeypatch.setattr(frugal_reader.time, "thread_time", iter(range(10_000)).__next__)
     with LOCAL.open(path, access=Access(True)) as reader:
         assert isinstance(reader, FrugalReader)
@@ -268,7 +293,7 @@ def test_a_load_past_the_cache_is_bit_equal_and_reads_the_wanted_bytes_only(
     expected = tensors()
     folder = save(tmp_path, "a", tensors=expected)
     for file in folder.glob("*.safetensors"):
-        evict(file)
+        machine.evict(file)
     span = {name: (len(each) // 3, len(each) - len(each) // 4) if part else (0, len(each)) for name, each in
             expected.items()}  # fmt: skip
     live = [
@@ -293,7 +318,7 @@ def test_damage_is_found_before_a_tensor_is_modified(tmp_path: Path, machine: Ma
     with open(file, "r+b") as raw:
         raw.seek(-5, os.SEEK_END)
         raw.write(b"\xff")
-    evict(file)
+    machine.evict(file)
     live = {"a": torch.zeros(90_000), "b": torch.zeros(90_000)}
     with pytest.raises(CheckpointCorrupt, match="tensor 'b'"):
         find(tmp_path).read([whole(name, each) for name, each in live.items()], verify="first")
@@ -305,7 +330,7 @@ def test_a_checkpoint_that_shrinks_while_it_is_read_is_a_named_error(tmp_path: P
     found = find(tmp_path)
     file = tmp_path / "a" / "rank00000.safetensors"
     os.truncate(file, 100_000)
-    evict(file)
+    machine.evict(file)
     with pytest.raises(CheckpointReadError, match=r"rank00000\.safetensors.*file ends before byte"):
         found.read([whole("w", torch.zeros(90_000))])
     assert machine.direct
