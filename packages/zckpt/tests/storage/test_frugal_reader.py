@@ -39,9 +39,8 @@ class Machine:
 
     def preadv(self, real: Callable[..., int]) -> Callable[..., int]:
         def read(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-            nbytes = len(buffers[0])
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-                self.direct.append((offset, nbytes))
+                self.direct.append((offset, len(buffers[0])))
                 if self.code:
                     raise OSError(self.code, os.strerror(self.code))
                 return real(fd, buffers, offset)
