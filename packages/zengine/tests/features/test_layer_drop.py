@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import zengine
 from zcomm.testing import run_ranks
 from zengine.features.layer_drop import LayerDrop, is_kept, theta_at
+from zengine.features.named_layers import find_named_layers
 from zpartition.pipeline import LayerSpec, PipelineModule
 
 THETA = {"enabled": True, "theta": 0.2, "gamma": 0.5, "layers": "blocks", "seed": 7}
@@ -182,6 +183,10 @@ def test_a_module_without_the_keyword_is_told_to_name_its_layers() -> None:
         engine_of(progressive_layer_drop={"enabled": True})
     with pytest.raises(ValueError, match=r"layers = 'block' is not a list of layers of Stack; did you mean 'blocks'"):
         engine_of(progressive_layer_drop={**THETA, "layers": "block"})
+    with pytest.raises(
+        ValueError, match=r"their lengths: none\. Put the layers in an nn\.ModuleList .* and name that"
+    ):
+        find_named_layers(nn.Sequential(nn.Linear(2, 2)), "layers", "progressive_layer_drop.layers")
 
 
 @pytest.mark.parametrize("recompute", [False, True])

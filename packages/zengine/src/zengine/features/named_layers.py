@@ -57,7 +57,8 @@ def find_named_layers(module: nn.Module, path: str, key: str) -> NamedLayers:
     ending = [name for name in lists if name.endswith(f".{path}")]
     near = ending or difflib.get_close_matches(path, lists, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    lengths = ", ".join(f"{name} ({len(part)})" for name, part in lists.items()) or "none"
+    lengths = ", ".join(f"{name} ({len(part)})" for name, part in lists.items())
+    lengths = lengths or "none. Put the layers in an nn.ModuleList that is an attribute of the model, and name that"
     raise ValueError(
         f"{key} = {path!r} is not a list of layers of {type(module).__name__}{hint} Its lists (nn.ModuleList, "
         f"nn.Sequential), with their lengths: {lengths}"
