@@ -426,9 +426,11 @@ def rank_loses_a_peer() -> list[str]:
     zcomm.barrier(group)
     texts = []
     if dist.get_rank() == 0:
+        dist.barrier()  # once rank 1 has issued all of them: what is issued to a broken group raises at once
         hierarchy(group).close()
     else:
         handles = [zcomm.all_reduce(torch.ones(network.LONG_BYTES), group, async_op=True) for _ in range(4)]
+        dist.barrier()
         for wait in (*(handle.wait for handle in handles), lambda: zcomm.barrier(group)):
             with pytest.raises(zcomm.CollectiveFailed) as caught:
                 wait()
