@@ -93,6 +93,7 @@ def test_what_cannot_be_is_rejected(source: dict[str, Any], axes: dict[str, int]
     ("source", "world_size", "message"),
     [
         (diloco(sync_delay=2), 8, "drop the local steps"),
+        (diloco(), 1, "exchanges nothing; its outer step still moves the weights every 10 steps"),
         (diloco(quantize_bits=4), 1, "quantize_bits has no effect here"),
         (diloco(outer={"momentum": 0.0, "nesterov": True}), 8, "nesterov has no effect here"),
     ],

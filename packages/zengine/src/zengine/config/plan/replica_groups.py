@@ -113,6 +113,12 @@ def diloco_notices(config: Config, num_groups: int) -> list[str]:
     if not section.sync_every:
         return []
     found = []
+    if num_groups == 1:
+        found.append(
+            f"{config.origin(_SECTION)}: diloco has one replica group here, which exchanges nothing; its outer step "
+            f"still moves the weights every {section.sync_every} steps. For several groups, run more ranks "
+            "or set diloco.groups"
+        )
     if section.sync_delay and not section.merge_alpha:
         found.append(
             f"{config.origin('diloco.sync_delay')}: diloco.sync_delay = {section.sync_delay} and merge_alpha 0 "
