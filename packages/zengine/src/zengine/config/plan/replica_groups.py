@@ -116,8 +116,8 @@ def diloco_notices(config: Config, num_groups: int) -> list[str]:
     if num_groups == 1:
         found.append(
             f"{config.origin(_SECTION)}: diloco has one replica group here, which exchanges nothing; its outer step "
-            f"still moves the weights every {section.sync_every} steps. For several groups, run more ranks "
-            "or set diloco.groups"
+            f"still moves the weights every {section.sync_every} steps. For several, run two replicas or more, with "
+            "diloco.groups = 2 or more"
         )
     if section.sync_delay and not section.merge_alpha:
         found.append(
@@ -126,8 +126,8 @@ def diloco_notices(config: Config, num_groups: int) -> list[str]:
         )
     if section.quantize_bits and num_groups == 1:
         found.append(
-            f"{config.origin('diloco.quantize_bits')}: diloco.quantize_bits has no effect here: there is one replica "
-            "group, which sends nothing"
+            f"{config.origin('diloco.quantize_bits')}: diloco.quantize_bits has no effect here: the only "
+            "group sends nothing"
         )
     if section.outer.nesterov and not section.outer.momentum and "diloco.outer.nesterov" in config.given:
         found.append(
